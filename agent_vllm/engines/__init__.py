@@ -1,0 +1,40 @@
+"""Engines: who turns ids into ids. `create_rollout_engine` picks one by name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from agent_vllm.engines.base import RolloutEngine, RolloutResult
+from agent_vllm.engines.torch_engine import TorchRolloutEngine
+from agent_vllm.engines.vllm_engine import VLLMRolloutEngine
+
+__all__ = [
+    "RolloutEngine",
+    "RolloutResult",
+    "TorchRolloutEngine",
+    "VLLMRolloutEngine",
+    "create_rollout_engine",
+]
+
+_ENGINES: dict[str, type[TorchRolloutEngine] | type[VLLMRolloutEngine]] = {
+    "torch": TorchRolloutEngine,
+    "vllm": VLLMRolloutEngine,
+}
+
+
+def create_rollout_engine(
+    name: str,
+    model: torch.nn.Module | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> RolloutEngine:
+    """The engine of that name, `"torch"` or `"vllm"`; `options` are its own keyword arguments.
+
+    Raises:
+        ValueError: no engine has that name.
+    """
+    if name not in _ENGINES:
+        raise ValueError(f"`rollout_engine` must be one of {sorted(_ENGINES)}, got {name!r}.")
+    return _ENGINES[name](model, tokenizer, **options)

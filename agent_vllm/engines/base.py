@@ -1,0 +1,274 @@
+"""The engine interface: token ids in, sampled token ids with their logprobs out.
+
+Owns what every engine must agree on: which requests are valid, what a valid completion is, and the
+tensor interface on top of single sequences. Knows nothing of chats or tools.
+"""
+
+import array
+import asyncio
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from agent_vllm.batch import pad_rows
+from agent_vllm.blocking import run_blocking
+from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.types import Completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GenerationRequest:
+    """One sequence to sample, already valid for the engine that gets it.
+
+    `temperature` 0 is greedy (logprobs are then those of temperature 1). `top_p` 1, `top_k` 0 and
+    `min_p` 0 leave the distribution as it is.
+    """
+
+    prompt_ids: list[int]  # [P]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutResult:
+    """What `RolloutEngine.rollout` returns; the G rows of a prompt stand together.
+
+    Legend: B prompts, G generations each, P padded prompt length, R longest completion.
+    """
+
+    output_ids: torch.Tensor  # [B*G, P+R], the prompts as they were given, then the completions
+    completion_ids: torch.Tensor  # [B*G, R], right-padded
+    per_token_logps: torch.Tensor  # [B*G, R] float32, 0.0 on padding
+    completion_mask: torch.Tensor  # [B*G, R], 1 on sampled tokens, by length
+    prompt_lens: torch.Tensor  # [B*G], real lengths
+    completions: list[str]  # B*G
+
+
+class RolloutEngine(ABC):
+    """Samples sequences with one policy whose weights can be replaced.
+
+    Subclasses implement `_sample` and `_load_weights`; the checks live here.
+
+    Args:
+        tokenizer: decodes completions in `rollout` and pads them.
+        vocab_size: ids must be below it.
+        max_model_len: prompt and completion together, in tokens.
+        eos_token_ids: a sequence ends when one of them is sampled; the token is kept.
+        seed: of the seeds given to requests that bring none.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        seed: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.policy_version = 0
+        self._seeds = random.Random(seed)
+
+    @abstractmethod
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        """Sample one sequence. Many calls wait at one time; the engine batches them."""
+
+    @abstractmethod
+    def _load_weights(self, model: torch.nn.Module) -> None:
+        """Make the learner's current weights the engine's, and drop every cache made with others."""
+
+    def close(self) -> None:
+        """Free what the engine holds. Closing twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+    ) -> Completion:
+        """Sample one sequence.
+
+        Args:
+            prompt_ids: `[P]`, Python ints.
+            max_new_tokens: at least 1; what doesn't fit into `max_model_len` is not sampled.
+            seed: same seed, prompt and weights give the same tokens, whatever else is running.
+
+        Raises:
+            InvalidRequestError: the request can't be served; names the value.
+            EngineError: the engine failed or returned something inconsistent.
+        """
+        self._check_prompt(prompt_ids)
+        self._check_sampling(max_new_tokens, temperature, top_p, top_k, min_p)
+        request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            max_new_tokens=min(max_new_tokens, self.max_model_len - len(prompt_ids)),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=self.next_seed() if seed is None else seed,
+        )
+        completion = await self._sample(request)
+        _check_completion(completion, request)
+        return completion
+
+    def next_seed(self) -> int:
+        """A fresh seed from the engine's own stream, which its `seed` began."""
+        return self._seeds.getrandbits(31)
+
+    def update_policy(self, model: torch.nn.Module) -> int:
+        """The learner's current weights become the engine's; the learner is only read.
+
+        Returns:
+            The new `policy_version`.
+
+        Raises:
+            WeightSyncError: names or shapes don't fit.
+            EngineBusyError: requests are in flight.
+        """
+        self._load_weights(model)
+        self.policy_version += 1
+        return self.policy_version
+
+    def rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_generations: int,
+        max_new_tokens: int,
+        temperature: float = 0.8,
+    ) -> RolloutResult:
+        """Sample G completions for each of B prompts.
+
+        Args:
+            prompt_ids: `[B, P]`, padded on either side.
+            attention_mask: `[B, P]`, 1 on real tokens.
+            num_generations: G, at least 1.
+
+        Raises:
+            InvalidRequestError: shapes differ, or a prompt can't be served.
+        """
+        if prompt_ids.ndim != 2 or prompt_ids.shape != attention_mask.shape:
+            raise InvalidRequestError(
+                "`prompt_ids` and `attention_mask` must both be [B, P], got "
+                f"{list(prompt_ids.shape)} and {list(attention_mask.shape)}."
+            )
+        if num_generations < 1:
+            raise InvalidRequestError(f"`num_generations` must be 1 or more, got {num_generations}.")
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, attention_mask, strict=True)]
+        rows = [prompt for prompt in prompts for _ in range(num_generations)]
+        completions = run_blocking(self._generate_all(rows, max_new_tokens, temperature))
+        return self._to_tensors(prompt_ids, rows, completions, num_generations)
+
+    async def _generate_all(
+        self, rows: list[list[int]], max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self.generate(row, max_new_tokens=max_new_tokens, temperature=temperature)
+                )
+                for row in rows
+            ]
+        return [task.result() for task in tasks]
+
+    def _to_tensors(
+        self,
+        prompt_ids: torch.Tensor,
+        rows: list[list[int]],
+        completions: list[Completion],
+        num_generations: int,
+    ) -> RolloutResult:
+        device = prompt_ids.device
+        pad_id = self.tokenizer.pad_token_id
+        if pad_id is None:
+            pad_id = self.eos_token_ids[0]
+        token_ids = [completion.token_ids for completion in completions]
+        completion_ids = pad_rows(token_ids, pad_id).to(device)
+        prompts = prompt_ids.repeat_interleave(num_generations, dim=0)
+        return RolloutResult(
+            output_ids=torch.cat([prompts, completion_ids], dim=1),
+            completion_ids=completion_ids,
+            per_token_logps=pad_rows([c.logprobs for c in completions], 0.0).to(device),
+            completion_mask=pad_rows([[1] * len(ids) for ids in token_ids], 0).to(device),
+            prompt_lens=torch.tensor([len(row) for row in rows], device=device),
+            completions=self.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        )
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        try:
+            ids = array.array("q", prompt_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"`prompt_ids` must be a list of ints, got {type(prompt_ids).__name__}: {error}."
+            ) from error
+        if not ids:
+            raise InvalidRequestError("`prompt_ids` must hold at least one token, got none.")
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequestError(
+                f"Token id {wrong} is out of the engine's vocabulary of {self.vocab_size}. Were "
+                "tokens added to the tokenizer after the model was made? Resize the model's "
+                "embeddings before the engine is built."
+            )
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(ids)} tokens; with `max_model_len` {self.max_model_len} none "
+                "is left to sample."
+            )
+
+    @staticmethod
+    def _check_sampling(
+        max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float
+    ) -> None:
+        checks: list[tuple[str, Any, bool, str]] = [
+            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "1 or more"),
+            # vLLM raises temperatures below 0.01 to 0.01
+            ("temperature", temperature, temperature == 0 or temperature >= 0.01, "0 or >= 0.01"),
+            ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+            ("top_k", top_k, top_k >= 0, "0 (off) or more"),
+            ("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]"),
+        ]
+        for name, value, holds, wanted in checks:
+            if not holds:
+                raise InvalidRequestError(f"`{name}` must be {wanted}, got {value}.")
+
+
+def _check_completion(completion: Completion, request: GenerationRequest) -> None:
+    if len(completion.token_ids) > request.max_new_tokens:
+        raise EngineError(
+            f"The engine sampled {len(completion.token_ids)} tokens where {request.max_new_tokens} "
+            "were asked for."
+        )
+    for index, logprob in enumerate(completion.logprobs):
+        if logprob is None or not math.isfinite(logprob):
+            raise EngineError(
+                f"The engine gave logprob {logprob} for token {index} of {len(completion.logprobs)}; "
+                "the completion is dropped. Are the weights finite?"
+            )

@@ -1,0 +1,210 @@
+"""TorchRolloutEngine: plain PyTorch sampling, the reference that tests trust.
+
+Owns a readable generation loop over a batch with a key/value cache. It generates in whole batches:
+what arrives while one is running waits for the next. Invariant: a row's tokens depend on its own
+prompt and seed alone, and its logprobs are those of the distribution it was sampled from.
+
+Legend: B rows alive, P padded prompt, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agent_vllm.batch import pad_rows
+from agent_vllm.engines.base import GenerationRequest, RolloutEngine
+from agent_vllm.engines.driver import StepDriver
+from agent_vllm.engines.models import context_length, end_token_ids, evaluating, vocabulary_size
+from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
+from agent_vllm.logprobs import gather_logprobs
+from agent_vllm.types import Completion
+
+
+class TorchRolloutEngine(RolloutEngine):
+    """Samples from a transformers model in this process.
+
+    Built from a model, it shares that module: `update_policy` with the same model costs nothing.
+    It generates in eval mode and puts the model's mode back.
+
+    Args:
+        model: a causal language model, or a path or id to load one from.
+        tokenizer: its tokenizer; loaded from the path when left out.
+        max_model_len: prompt and completion together; default is the model's own context.
+        max_batch_size: rows generated side by side.
+        seed: of requests that bring no seed.
+
+    Example:
+
+    ```python
+    with TorchRolloutEngine("Qwen/Qwen3-0.6B") as engine:
+        result = engine.rollout(prompt_ids, attention_mask, num_generations=4, max_new_tokens=64)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        max_model_len: int | None = None,
+        max_batch_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+            model = AutoModelForCausalLM.from_pretrained(model)
+        if tokenizer is None:
+            raise ValueError("`tokenizer` must be given with a model object, got None.")
+        super().__init__(
+            tokenizer=tokenizer,
+            vocab_size=vocabulary_size(model),
+            max_model_len=max_model_len or context_length(model.config),
+            eos_token_ids=end_token_ids(model, tokenizer),
+            seed=seed,
+        )
+        self._shapes = weight_shapes(model)
+        self._batch = _WholeBatches(model, self.eos_token_ids, max_batch_size)
+        self._driver = StepDriver("torch rollout engine")
+        self._driver.attach(self._batch)
+
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        self._batch.policy_version = self.policy_version
+        return await self._driver.submit(request)
+
+    def _load_weights(self, model: torch.nn.Module) -> None:
+        if model is not self._batch.model:
+            check_weights(self._shapes, named_weights(model))
+        self._driver.call(lambda: setattr(self._batch, "model", model))
+
+    def close(self) -> None:
+        self._driver.close()
+
+
+class _WholeBatches:
+    """The driver's engine: every step generates all that waits, to the end."""
+
+    def __init__(
+        self, model: torch.nn.Module, eos_token_ids: tuple[int, ...], max_batch_size: int
+    ) -> None:
+        self.model = model
+        self.policy_version = 0
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_batch_size = max_batch_size
+        self._waiting: list[GenerationRequest] = []
+
+    def add(self, request: GenerationRequest) -> None:
+        self._waiting.append(request)
+
+    def abort(self, requests: Iterable[GenerationRequest]) -> None:
+        gone = set(requests)
+        self._waiting = [request for request in self._waiting if request not in gone]
+
+    def step(self) -> list[tuple[GenerationRequest, Completion]]:
+        batch = self._waiting[: self._max_batch_size]
+        with evaluating(self.model):
+            rows = _generate(self.model, batch, self._eos_token_ids)
+        self._waiting = self._waiting[self._max_batch_size :]
+        return [(row.request, row.completion(self.policy_version)) for row in rows]
+
+
+@dataclass(kw_only=True, eq=False)
+class _RowState:
+    request: GenerationRequest
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.stopped or len(self.token_ids) == self.request.max_new_tokens
+
+    def completion(self, policy_version: int) -> Completion:
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason="stop" if self.stopped else "length",
+            policy_version=policy_version,
+        )
+
+
+def _generate(
+    model: torch.nn.Module, requests: list[GenerationRequest], eos_token_ids: frozenset[int]
+) -> list[_RowState]:
+    """Sample every request to its end; rows leave the batch as they finish."""
+    device = next(model.parameters()).device
+    rows = [
+        _RowState(request=r, generator=torch.Generator(device).manual_seed(r.seed))
+        for r in requests
+    ]
+    alive = list(rows)
+    input_ids = pad_rows([r.prompt_ids for r in requests], 0, side="left").to(device)  # [B, P]
+    mask = pad_rows([[1] * len(r.prompt_ids) for r in requests], 0, side="left").to(device)
+    cache = DynamicCache(config=model.config)
+    while alive:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]  # [B, V]
+        token_ids = _sample_tokens(logits, alive, eos_token_ids)
+        keep = [index for index, row in enumerate(alive) if not row.is_done]
+        if len(keep) < len(alive):
+            alive = [alive[index] for index in keep]
+            kept = torch.tensor(keep, device=device, dtype=torch.long)
+            token_ids, mask = token_ids[kept], mask[kept]
+            cache.batch_select_indices(kept)
+        input_ids = token_ids[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+    return rows
+
+
+def _sample_tokens(
+    logits: torch.Tensor, rows: list[_RowState], eos_token_ids: frozenset[int]
+) -> torch.Tensor:
+    """One token for each row, `[B]`; notes it in the row with its logprob."""
+    scaled = torch.stack(
+        [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
+    )
+    noise = torch.stack(
+        [
+            torch.empty_like(row).exponential_(generator=state.generator)
+            if state.request.temperature
+            else torch.ones_like(row)
+            for row, state in zip(scaled, rows, strict=True)
+        ]
+    )
+    # argmax(p / e) with e ~ Exp(1) is a draw from p; with e = 1 it is the greedy choice
+    chosen = (scaled.softmax(-1) / noise).argmax(-1)
+    logprobs = gather_logprobs(scaled, chosen)
+    for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        row.stopped = token in eos_token_ids
+    return chosen
+
+
+def _scale(logits: torch.Tensor, request: GenerationRequest) -> torch.Tensor:
+    """Logits `[V]` of the distribution that is sampled from, float32; -inf where it is cut off."""
+    scaled = logits.float() / (request.temperature or 1.0)
+    warpers = LogitsProcessorList()
+    if request.top_k:
+        warpers.append(TopKLogitsWarper(request.top_k))
+    if request.top_p < 1:
+        warpers.append(TopPLogitsWarper(request.top_p))
+    if request.min_p > 0:
+        warpers.append(MinPLogitsWarper(request.min_p))
+    return warpers(None, scaled[None])[0] if warpers else scaled  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The arithmetic of next-token logprobs: the shift, gathering, masked means, the engine's gap.
+
+Invariant: column i of a shifted tensor belongs to the prediction of `input_ids[:, i + 1]`.
+
+Legend: B rows, T tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+def shift(per_token: torch.Tensor) -> torch.Tensor:
+    """From one value a token to one value a prediction: logits at t score token t + 1.
+
+    Args:
+        per_token: `[B, T]`, any dtype; column t belongs to token t.
+
+    Returns:
+        `[B, T - 1]`; column i belongs to the prediction of token i + 1. The first token of a
+        sequence is predicted by nothing and drops out.
+    """
+    return per_token[:, 1:]
+
+
+def predicted_logprobs(
+    logits: torch.Tensor, input_ids: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Logprobs of the tokens that followed, under the distribution that is sampled from.
+
+    Args:
+        logits: `[B, T, V]`; position t scores token t + 1.
+        input_ids: `[B, T]`.
+        temperature: divides the logits before the softmax; must be above 0.
+
+    Returns:
+        `[B, T - 1]` float32: log-softmax(logits / temperature) at `shift(input_ids)`.
+    """
+    return gather_logprobs(logits[:, :-1], shift(input_ids), temperature)
+
+
+def gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """log-softmax(logits / temperature) at `token_ids`, in float32.
+
+    Args:
+        logits: `[..., V]`.
+        token_ids: `[...]`.
+        temperature: must be above 0.
+
+    Returns:
+        `[...]` float32.
+    """
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of `values` where `mask` is set; 0 where it is set nowhere. Both `[...]`, returns a scalar."""
+    mask = mask.bool()
+    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobGap:
+    """How far the engine's logprobs are from the learner's, over sampled tokens, in nats.
+
+    `kl` estimates KL(engine || learner) a token by k3 = r - 1 - log r with r = learner / engine
+    (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
+    """
+
+    mean: float
+    max: float
+    kl: float
+
+
+def logprob_gap(engine: torch.Tensor, learner: torch.Tensor, mask: torch.Tensor) -> LogprobGap:
+    """Compare logprobs of the same tokens. All three `[B, T]`; only where `mask` is 1."""
+    log_ratio = (learner - engine).float().masked_fill(~mask.bool(), 0.0)
+    distance = log_ratio.abs()
+    return LogprobGap(
+        mean=masked_mean(distance, mask).item(),
+        max=distance.max().item() if distance.numel() else 0.0,
+        kl=masked_mean(log_ratio.exp() - 1 - log_ratio, mask).item(),
+    )

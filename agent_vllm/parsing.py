@@ -1,0 +1,102 @@
+"""Reads an assistant turn in the Hermes form: optional thinking, text, `<tool_call>` JSON blocks.
+
+Invariant: any text gives a `ParsedTurn`, in time linear in its length; what is malformed becomes a
+call with an error, and nothing inside a thinking block is a call.
+"""
+
+import json
+import re
+from typing import Any
+
+from agent_vllm.types import ParsedTurn, ToolCall
+
+_THINK, _THINK_END = "<think>", "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+
+
+def parse_hermes(text: str, starts_in_thinking: bool = False) -> ParsedTurn:
+    """One assistant turn as a message (TRL's keys) and its calls.
+
+    Args:
+        text: the turn without its end token.
+        starts_in_thinking: the generation prompt has already opened the thinking block.
+
+    The message holds `content` (never None), `reasoning_content` if there was any, and `tool_calls`
+    for the calls that could be read; a malformed call stays in `content` as the model wrote it.
+    """
+    reasoning, rest = _split_reasoning(text, starts_in_thinking)
+    content, calls = _split_calls(rest)
+    message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if readable := [call for call in calls if call.error is None]:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments or {}},
+            }
+            for call in readable
+        ]
+    return ParsedTurn(message=message, calls=calls)
+
+
+def _split_reasoning(text: str, starts_in_thinking: bool) -> tuple[str, str]:
+    stripped = text.lstrip()
+    if not starts_in_thinking and not stripped.startswith(_THINK):
+        return "", text
+    body = text if starts_in_thinking else stripped.removeprefix(_THINK)
+    reasoning, _, rest = body.partition(_THINK_END)
+    return reasoning.strip(), rest
+
+
+def _split_calls(text: str) -> tuple[str, list[ToolCall]]:
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := text.find(_CALL, position)) >= 0:
+        content.append(text[position:start])
+        call, position = _read_call(text, start + len(_CALL))
+        calls.append(call)
+        if call.error is not None:
+            content.append(text[start:position])
+    content.append(text[position:])
+    return "".join(content), calls
+
+
+def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """The call whose JSON begins at `start`, and the position after its closing tag."""
+    try:
+        value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
+    except json.JSONDecodeError as error:
+        return _malformed(text, start, f"The call is not valid JSON: {error.msg}.")
+    except RecursionError:
+        return _malformed(text, start, "The call is nested too deeply.")
+    close = text.find(_CALL_END, end)
+    if close < 0:
+        return _malformed(text, start, f"The call has no closing {_CALL_END}.")
+    if text[end:close].strip():
+        return _malformed(text, start, "There is text between the call's JSON and its closing tag.")
+    return _as_call(value), close + len(_CALL_END)
+
+
+def _as_call(value: Any) -> ToolCall:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return ToolCall(name="unknown", arguments=None, error='The call has no "name".')
+    arguments = value.get("arguments")
+    if isinstance(arguments, str):  # some models write the arguments as JSON in a string
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return ToolCall(name=name, arguments=None, error='"arguments" is not a JSON object.')
+    if arguments is not None and not isinstance(arguments, dict):
+        return ToolCall(name=name, arguments=None, error='"arguments" is not a JSON object.')
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _malformed(text: str, start: int, error: str) -> tuple[ToolCall, int]:
+    close = text.find(_CALL_END, start)
+    end = len(text) if close < 0 else close + len(_CALL_END)
+    return ToolCall(name="unknown", arguments=None, error=error), end

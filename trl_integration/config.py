@@ -1,0 +1,111 @@
+"""AgentGRPOConfig: TRL's `GRPOConfig` plus what a multi-turn rollout needs to know."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from agent_vllm.types import Limits
+
+OLD_LOGPROBS = ("sampler", "recomputed")
+
+
+@dataclass
+class AgentGRPOConfig(GRPOConfig):
+    """
+    Configuration class for the [`AgentGRPOTrainer`]: all of [`~trl.GRPOConfig`], and the parameters below.
+
+    `max_completion_length` bounds a whole trajectory, sampled and observed tokens together, as it does in TRL's own
+    tool loop; `max_tool_calling_iterations` bounds its tool rounds.
+
+    Parameters:
+        max_turns (`int`, *optional*, defaults to `16`):
+            Assistant turns of a trajectory.
+        max_new_tokens_per_turn (`int`, *optional*):
+            Sampled tokens of one turn. If `None`, a turn may use what is left of `max_completion_length`.
+        max_tool_result_tokens (`int`, *optional*):
+            Tokens of one tool result; longer ones are cut and marked.
+        max_invalid_calls (`int`, *optional*):
+            Calls in a row that could not run before the trajectory is ended.
+        tool_timeout_s (`float`, *optional*, defaults to `30.0`):
+            Seconds for one tool call.
+        trajectory_timeout_s (`float`, *optional*):
+            Seconds for one trajectory, looked at between turns and calls.
+        thinking_ratio (`float`, *optional*):
+            Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
+            is left alone.
+        old_logprobs (`str`, *optional*, defaults to `"sampler"`):
+            Where the old log-probabilities of the ratio come from. `"sampler"`: the engine's own, at no cost.
+            `"recomputed"`: a forward pass of the learner, with TRL's importance-sampling correction for the distance
+            to the engine's (the `vllm_importance_sampling_*` parameters apply).
+        rollout_engine_kwargs (`dict` or `str`, *optional*):
+            Keyword arguments of the engine that the trainer builds, such as `{"max_num_seqs": 64}`.
+        record_rollouts (`bool`, *optional*, defaults to `False`):
+            Whether to write every trajectory to `output_dir/rollouts.jsonl`.
+        rollout_progress (`bool`, *optional*, defaults to `True`):
+            Whether to show how far a rollout is, on the main process.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rollout_engine_kwargs"]
+
+    max_turns: int = field(default=16, metadata={"help": "Assistant turns of a trajectory."})
+    max_new_tokens_per_turn: int | None = field(
+        default=None, metadata={"help": "Sampled tokens of one turn."}
+    )
+    max_tool_result_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of one tool result; longer ones are cut and marked."}
+    )
+    max_invalid_calls: int | None = field(
+        default=None,
+        metadata={"help": "Calls in a row that could not run before the trajectory is ended."},
+    )
+    tool_timeout_s: float | None = field(
+        default=30.0, metadata={"help": "Seconds for one tool call."}
+    )
+    trajectory_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds for one trajectory."}
+    )
+    thinking_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
+    )
+    old_logprobs: str = field(
+        default="sampler",
+        metadata={
+            "help": "Where the ratio's old log-probabilities come from.",
+            "choices": list(OLD_LOGPROBS),
+        },
+    )
+    rollout_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of the engine that the trainer builds."}
+    )
+    record_rollouts: bool = field(
+        default=False,
+        metadata={"help": "Write every trajectory to `output_dir/rollouts.jsonl`."},
+    )
+    rollout_progress: bool = field(
+        default=True, metadata={"help": "Show how far a rollout is, on the main process."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.old_logprobs not in OLD_LOGPROBS:
+            raise ValueError(
+                f"`old_logprobs` must be one of {OLD_LOGPROBS}, got {self.old_logprobs!r}."
+            )
+        if self.thinking_ratio is not None and not 0 <= self.thinking_ratio <= 1:
+            raise ValueError(f"`thinking_ratio` must be in [0, 1], got {self.thinking_ratio}.")
+        self.limits()  # its own checks name what is wrong
+
+    def limits(self) -> Limits:
+        """The limits of every trajectory."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_new_tokens=self.max_new_tokens_per_turn,
+            max_completion_tokens=self.max_completion_length,
+            max_tool_rounds=self.max_tool_calling_iterations,
+            max_invalid_calls=self.max_invalid_calls,
+            max_tool_result_tokens=self.max_tool_result_tokens,
+            tool_timeout_s=self.tool_timeout_s,
+            deadline_s=self.trajectory_timeout_s,
+        )

@@ -1,0 +1,414 @@
+"""AgentGRPOTrainer: TRL's GRPO trainer with rollouts by an `agent_vllm` engine.
+
+Owns when weights go to the engine, what a rollout is made of, and how trajectories reach TRL's own
+code, which does the rest: rewards, advantages, loss, logging, saving. Invariant: every rollout is
+sampled with the learner's current weights.
+"""
+
+import inspect
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from agent_vllm.chat import ChatFormat
+from agent_vllm.engines import RolloutEngine, create_rollout_engine
+from agent_vllm.errors import EngineError
+from agent_vllm.inspect import RolloutProgress, RolloutRecorder
+from agent_vllm.rollout import RolloutStatus, rollout_batch
+from agent_vllm.tools import Tool, tools_by_name
+from agent_vllm.types import StopReason, Trajectory
+from trl_integration.adapter import is_left_out, reward_columns, to_trl
+from trl_integration.config import AgentGRPOConfig
+from trl_integration.metrics import GapMeter, rollout_metrics
+from trl_integration.row_tools import select_tools
+
+ToolFunctions = Sequence[Tool | Callable[..., Any]]
+
+
+class AgentGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] whose completions are multi-turn tool trajectories sampled by a rollout engine.
+
+    Only the generation is replaced: each sample is a coroutine of its own, the engine batches whoever waits for a
+    token, and tools run meanwhile. Sampled tokens are trained with the engine's own log-probabilities; tool results and
+    what the chat template writes are not.
+
+    Example:
+
+    ```python
+    >>> from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+
+    >>> trainer = AgentGRPOTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     reward_funcs=my_reward,
+    ...     args=AgentGRPOConfig("out", max_turns=4),
+    ...     train_dataset=dataset,
+    ...     tools=[search, calculator],
+    ...     rollout_engine="vllm",
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, and all others of [`~trl.GRPOTrainer`]:
+            As there. Prompts must be conversational. `rollout_func` and `peft_config` are refused.
+        args ([`AgentGRPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        tools (`list` or `Callable`, *optional*):
+            What the model may call: Python functions (sync or async) with type hints and a Google-style docstring, or
+            [`agent_vllm.Tool`]. A row's `tools` column, if there is one, picks from them by name. Instead of a list, a
+            function that takes a dataset row and returns the row's own list.
+        rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
+            `"vllm"`, `"torch"`, or an engine built by you, which you close.
+        chat_format ([`agent_vllm.ChatFormat`], *optional*):
+            How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: AgentGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        *,
+        tools: ToolFunctions | Callable[[Mapping[str, Any]], ToolFunctions] | None = None,
+        rollout_engine: str | RolloutEngine = "vllm",
+        chat_format: ChatFormat | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = AgentGRPOConfig(f"{name.split('/')[-1]}-AgentGRPO")
+        _check_arguments(args, model, rollout_engine, train_dataset, eval_dataset, kwargs)
+        self._tools_of_row = tools if callable(tools) else None
+        self._tools = {} if callable(tools) else tools_by_name(tools)
+        super().__init__(
+            model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        _check_setup(self)
+        self.chat_format = chat_format or ChatFormat.from_tokenizer(
+            self._tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            template_kwargs=self.chat_template_kwargs,
+            needs_tools=bool(self._tools or self._tools_of_row or self.environment_factories),
+        )
+        # TRL judges truncation by the last token; here the stop reason does, in the adapter.
+        self.mask_truncated_completions = False
+        # This switches on TRL's correction for the distance between engine and learner.
+        self.use_vllm = args.old_logprobs == "recomputed"
+        self.seconds = {"rollout": 0.0, "sync": 0.0}
+        self.trajectories: list[Trajectory] = []  # of the latest rollout on this process
+        self._owns_engine = isinstance(rollout_engine, str)
+        self.rollout_engine = self._build_engine(rollout_engine)
+        self._engine_is_current = False
+        self._gap = GapMeter()
+        self._recorder = self._open_record()
+        self.add_callback(_SyncCallback(self))
+
+    def close(self) -> None:
+        """Close the engine that this trainer built, and the record."""
+        if self._owns_engine:
+            self.rollout_engine.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    # ---- weights ----
+
+    def sync_engine(self) -> int:
+        """
+        Give the engine the learner's current weights.
+
+        Returns:
+            `int`: the engine's new policy version.
+        """
+        start_s = time.perf_counter()
+        version = self.rollout_engine.update_policy(self.accelerator.unwrap_model(self.model))
+        self._engine_is_current = True
+        seconds = time.perf_counter() - start_s
+        self.seconds["sync"] += seconds
+        self._metrics["train"]["rollout/sync_seconds"].append(seconds)
+        return version
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not self.is_in_train:  # nothing tells when weights change outside of training
+            self._engine_is_current = False
+        return super().evaluate(*args, **kwargs)
+
+    # ---- rollouts, in the order in which TRL calls these ----
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._rows = inputs
+        output = super()._generate_and_score_completions(inputs)
+        if self.args.old_logprobs == "sampler":
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        trained = [not self._is_left_out(trajectory) for trajectory in self.trajectories]
+        mask = torch.tensor(trained, device=output["completion_mask"].device).long()
+        output["completion_mask"] = output["completion_mask"] * mask[:, None]
+        self._record(output["advantages"])
+        return output
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        if not self._engine_is_current:
+            self.sync_engine()
+        mode = "train" if self.model.training else "eval"
+        status = RolloutStatus()
+        is_shown = self.args.rollout_progress and self.accelerator.is_main_process
+        title = f"{mode} rollout at step {self.state.global_step}"
+        with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
+            self.trajectories = rollout_batch(
+                self.rollout_engine,
+                self.chat_format,
+                prompts,
+                [self._row_tools(index) for index in range(len(prompts))],
+                limits=self.args.limits(),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k or 0,
+                min_p=self.min_p or 0.0,
+                thinking_ratio=self.args.thinking_ratio,
+                seed=self._rollout_seed(mode),
+                status=status,
+            )
+        self.seconds["rollout"] += status.elapsed_s
+        self._check_engine_answered()
+        self._gap.expect(self.rollout_engine.policy_version)
+        fields = to_trl(
+            self.trajectories,
+            self._tokenizer.pad_token_id,
+            mask_truncated=self.args.mask_truncated_completions,
+        )
+        self._log_rollout(mode)
+        return (
+            fields.prompt_ids,
+            fields.completion_ids,
+            fields.tool_mask,
+            fields.completions,
+            fields.logprobs,
+            reward_columns(self.trajectories),
+            None,  # images
+            [],  # images in tool results
+        )
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        ids = [trajectory.completion_ids for trajectory in self.trajectories]  # without padding
+        rewards = super()._calculate_rewards(inputs, prompts, completions, ids)
+        first = self.accelerator.process_index * len(prompts)
+        self._rewards = rewards[first : first + len(prompts)]
+        return rewards
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        scores_old_policy = model is self.model and not compute_entropy
+        if scores_old_policy and self.args.old_logprobs == "sampler":
+            return None, None, None  # the engine has them: no forward pass
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+            model, *args, compute_entropy=compute_entropy, **kwargs
+        )
+        if compute_entropy:
+            self._learner_logps = logps.detach()
+        return logps, entropies, aux_loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        mode = "train" if self.model.training else "eval"
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        gap = self._gap.measure(
+            self.rollout_engine.policy_version,
+            inputs["sampling_per_token_logps"],
+            self._learner_logps,
+            mask,
+            self.accelerator,
+        )
+        for name, value in gap.items():
+            self._metrics[mode][name].append(value)
+        return loss
+
+    # ---- parts ----
+
+    def _build_engine(self, engine: str | RolloutEngine) -> RolloutEngine:
+        if isinstance(engine, RolloutEngine):
+            return engine
+        options: dict[str, Any] = {"seed": self.args.seed + self.accelerator.process_index}
+        if self.args.vllm_max_model_length is not None:
+            options["max_model_len"] = self.args.vllm_max_model_length
+        if engine == "vllm":
+            options["gpu_memory_utilization"] = self.args.vllm_gpu_memory_utilization
+        options |= self.args.rollout_engine_kwargs or {}
+        model = self.accelerator.unwrap_model(self.model)
+        return create_rollout_engine(engine, model, self._tokenizer, **options)
+
+    def _row_tools(self, index: int) -> list[Tool | Callable[..., Any]]:
+        row = self._rows[index]
+        if self._tools_of_row is not None:
+            tools = list(self._tools_of_row(row))
+        else:
+            tools = select_tools(row.get("tools"), self._tools)
+        return tools + self._environment_methods(index)
+
+    def _environment_methods(self, index: int) -> list[Callable[..., Any]]:
+        if not self.environments:
+            return []
+        environment = self.environments[index]
+        return [
+            getattr(environment, name)
+            for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+            if name not in ("reset", "get_reward") and not name.startswith("_")
+        ]
+
+    def _rollout_seed(self, mode: str) -> int:
+        """Differs by rank, step and rollout; a resumed run goes on with the seeds it would have had."""
+        key = (mode, self.state.global_step)
+        self._rollouts_at = {key: getattr(self, "_rollouts_at", {}).get(key, -1) + 1}
+        text = f"{self.args.seed}/{self.accelerator.process_index}/{key}/{self._rollouts_at[key]}"
+        return random.Random(text).getrandbits(63)
+
+    def _is_left_out(self, trajectory: Trajectory) -> bool:
+        return is_left_out(trajectory, self.args.mask_truncated_completions)
+
+    def _check_engine_answered(self) -> None:
+        """An engine that answered nobody is dead; going on would train on nothing."""
+        reasons = {trajectory.stop_reason for trajectory in self.trajectories}
+        if reasons == {StopReason.ENGINE_ERROR}:
+            raise EngineError(
+                f"The engine failed on all {len(self.trajectories)} trajectories of the rollout at "
+                f"step {self.state.global_step}; the first error: {self.trajectories[0].error}"
+            )
+
+    def _log_rollout(self, mode: str) -> None:
+        metrics, num_tokens = rollout_metrics(self.trajectories, self.accelerator)
+        if mode == "train":
+            self.state.num_input_tokens_seen += num_tokens
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    def _open_record(self) -> RolloutRecorder | None:
+        if not self.args.record_rollouts:
+            return None
+        rank = self.accelerator.process_index
+        name = "rollouts.jsonl" if rank == 0 else f"rollouts-{rank}.jsonl"
+        return RolloutRecorder(Path(self.args.output_dir) / name)
+
+    def _record(self, advantages: torch.Tensor) -> None:
+        if self._recorder is None:
+            return
+        rows = zip(self.trajectories, self._rewards.tolist(), advantages.tolist(), strict=True)
+        for trajectory, rewards, advantage in rows:
+            self._recorder.write(
+                trajectory,
+                step=self.state.global_step,
+                mode="train" if self.model.training else "eval",
+                rewards=dict(zip(self.reward_func_names, rewards, strict=True)),
+                advantage=advantage,
+            )
+
+
+class _SyncCallback(TrainerCallback):
+    """After every optimizer step the learner's weights go to the engine."""
+
+    def __init__(self, trainer: AgentGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._engine_is_current = False  # a checkpoint may just have been loaded
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.sync_engine()
+
+
+def _check_arguments(
+    args: Any,
+    model: Any,
+    rollout_engine: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    kwargs: dict[str, Any],
+) -> None:
+    """What can be refused before anything heavy is built."""
+    if not isinstance(args, AgentGRPOConfig):
+        raise TypeError(
+            f"`args` must be an `AgentGRPOConfig`, got {type(args).__name__}. It takes every "
+            "argument of `GRPOConfig`: change the class name."
+        )
+    if not isinstance(rollout_engine, RolloutEngine) and rollout_engine not in ("vllm", "torch"):
+        raise ValueError(
+            "`rollout_engine` must be 'vllm', 'torch' or a `RolloutEngine`, got "
+            f"{rollout_engine!r}."
+        )
+    if kwargs.get("rollout_func") is not None:
+        raise ValueError("`rollout_func` is refused: the rollout engine makes the rollouts.")
+    if kwargs.get("peft_config") is not None or is_peft_model(model):
+        raise ValueError(
+            "PEFT models are not supported yet: the engine takes whole weights. Train without "
+            "`peft_config`."
+        )
+    if args.use_vllm:
+        raise ValueError(
+            "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
+            'rollout_engine="vllm" to the trainer.'
+        )
+    if args.repetition_penalty != 1.0 or args.generation_kwargs:
+        raise ValueError(
+            "`repetition_penalty` and `generation_kwargs` are refused: the learner can't reproduce "
+            "the distribution that they sample from."
+        )
+    needs_prompt = kwargs.get("environment_factory") is None
+    evals = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for name, dataset in [("train_dataset", train_dataset), *(("eval_dataset", d) for d in evals)]:
+        if isinstance(dataset, Dataset):
+            _check_dataset(name, dataset, needs_prompt)
+
+
+def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty; it needs at least one row.")
+    if not needs_prompt:
+        return
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"`{name}` must have a column 'prompt', got {dataset.column_names}. Rename the column "
+            "that holds the conversations."
+        )
+    if not isinstance(dataset[0]["prompt"], list):
+        raise ValueError(
+            f"`{name}` must have conversational prompts (lists of messages), got "
+            f"{type(dataset[0]['prompt']).__name__}. Use "
+            '[{"role": "user", "content": ...}].'
+        )
+
+
+def _check_setup(trainer: AgentGRPOTrainer) -> None:
+    """What is known only once TRL has set itself up."""
+    if trainer._is_vlm:
+        raise ValueError("Vision-language models are not supported: rollouts are text only.")
+    if trainer._dist.is_zero3 or trainer._dist.is_fsdp:
+        raise ValueError(
+            "Sharded learners (FSDP, DeepSpeed ZeRO-3) are not supported yet: the engine reads "
+            "whole tensors. Use DDP or one process."
+        )
+    is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
+    if not is_neutral:
+        trainer.accelerator.print(
+            "Warning: `top_p`, `top_k` or `min_p` cut off the distribution that is sampled from; "
+            "the engine's logprobs are of what is left, the learner's of all tokens."
+        )
