@@ -17,7 +17,7 @@ from agent_vllm.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """What a learner needs, right-padded. Column i of the last two predicts `input_ids[:, i + 1]`."""
+    """What a learner needs, right-padded; column i of the last two predicts token i + 1."""
 
     input_ids: torch.Tensor  # [B, T] int64
     attention_mask: torch.Tensor  # [B, T] int64, 1 on real tokens

@@ -8,9 +8,10 @@ template and the tools wrote.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jinja2
+import jinja2.ext
 import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 
@@ -75,13 +76,14 @@ class ChatFormat:
             ChatTemplateError: no template, none that supports tools, or one that can't be extended.
         """
         template = _template_text(tokenizer)
+        thinking_switch = _find_thinking_switch(template)
         if needs_tools:
             template = _extendable_template(tokenizer, template)
         chat = cls(
             tokenizer=tokenizer,
             chat_template=template,
             template_kwargs=dict(template_kwargs or {}),
-            thinking_switch=_find_thinking_switch(template),
+            thinking_switch=thinking_switch,
             end_token_ids=_end_token_ids(tokenizer, eos_token_ids),
             parser=parser,
         )
@@ -144,7 +146,7 @@ class ChatFormat:
             prompt_ids: what they followed; tells whether the turn starts inside a thinking block.
         """
         text = self.decode_turn(token_ids)
-        header = self.tokenizer.decode(list(prompt_ids[-8:]))
+        header = self._decode(prompt_ids[-8:])
         return self.parser(text, header.rstrip().endswith("<think>"))
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
@@ -152,7 +154,7 @@ class ChatFormat:
         ids = list(token_ids)
         if ids and ids[-1] in self.end_token_ids:
             ids.pop()
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._decode(ids)
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """The text's beginning in at most `max_tokens` tokens, marked if anything was cut."""
@@ -162,7 +164,7 @@ class ChatFormat:
         mark = _TRUNCATION_MARK.format(num_cut=len(ids))
         kept = max(max_tokens - len(self._encode(mark)), 0)
         mark = _TRUNCATION_MARK.format(num_cut=len(ids) - kept)
-        return self.tokenizer.decode(ids[:kept]).rstrip("�") + mark
+        return self._decode(ids[:kept]).rstrip("�") + mark
 
     def _renders_around(
         self, results: Sequence[ToolResult], tools: Sequence[Tool], add_generation_prompt: bool
@@ -189,9 +191,10 @@ class ChatFormat:
         self, messages: Messages, tools: Sequence[Tool], *, add_generation_prompt: bool
     ) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                copy.deepcopy(list(messages)),  # templates and tokenizers may write into them
-                tools=[dict(tool.schema) for tool in tools] or None,  # some templates test `is none`
+            text = self.tokenizer.apply_chat_template(
+                copy.deepcopy([dict(message) for message in messages]),
+                tools=[dict(tool.schema) for tool in tools]
+                or None,  # some templates test `is none`
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -202,8 +205,16 @@ class ChatFormat:
                 f"The chat template refused the conversation: {error}. Roles were "
                 f"{[message.get('role') for message in messages]}."
             ) from error
+        return cast(str, text)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
 
     def _encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no token
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _check_suffix(self) -> None:
@@ -263,8 +274,11 @@ def _extendable_template(tokenizer: PreTrainedTokenizerBase, template: str) -> s
 
 
 def _find_thinking_switch(template: str) -> str | None:
-    syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationTag]).parse(template)
-    names = jinja2.meta.find_undeclared_variables(syntax)
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"The chat template has an error: {error}") from error
     return next((name for name in _THINKING_SWITCHES if name in names), None)
 
 
@@ -289,5 +303,3 @@ def _end_token_ids(
             "assistant turn."
         )
     return found
-
-

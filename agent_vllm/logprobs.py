@@ -52,13 +52,13 @@ def gather_logprobs(
     Returns:
         `[...]` float32.
     """
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    # log_softmax takes the maximum off first, so large logits cost no precision
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of `values` where `mask` is set; 0 where it is set nowhere. Both `[...]`, returns a scalar."""
+    """Mean of `values` `[...]` where `mask` `[...]` is set, a scalar; 0 where it is set nowhere."""
     mask = mask.bool()
     return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
 

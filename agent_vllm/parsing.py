@@ -71,6 +71,8 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
         value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
     except json.JSONDecodeError as error:
         return _malformed(text, start, f"The call is not valid JSON: {error.msg}.")
+    except ValueError:  # Python reads no integer of more than 4300 digits
+        return _malformed(text, start, "The call holds a number of too many digits.")
     except RecursionError:
         return _malformed(text, start, "The call is nested too deeply.")
     close = text.find(_CALL_END, end)

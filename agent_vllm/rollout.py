@@ -16,7 +16,7 @@ from agent_vllm.blocking import run_blocking
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.errors import EngineError, InvalidRequestError
-from agent_vllm.tools import Tool, ToolRunner, tools_by_name
+from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
 from agent_vllm.types import (
     Completion,
     Limits,
@@ -156,7 +156,8 @@ async def rollout_batch_async(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(episode.run()) for episode in episodes]
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        error = _first(errors)
+        raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None
     finally:
         runner.close()
     return [task.result() for task in tasks]
@@ -297,9 +298,7 @@ class _Episode:
         )
         self.status.num_sampled_tokens += len(completion.token_ids)
         name = f"turn {len(self.turn_outputs)}"
-        self.spans.append(
-            Span(kind="model", name=name, start_s=start_s, end_s=self._elapsed_s())
-        )
+        self.spans.append(Span(kind="model", name=name, start_s=start_s, end_s=self._elapsed_s()))
         return completion
 
     def _append_turn(self, completion: Completion) -> ParsedTurn:
@@ -327,9 +326,7 @@ class _Episode:
         finally:
             self.status.num_in_tools -= 1
         name = ", ".join(call.name for call in turn.calls)
-        self.spans.append(
-            Span(kind="tool", name=name, start_s=start_s, end_s=self._elapsed_s())
-        )
+        self.spans.append(Span(kind="tool", name=name, start_s=start_s, end_s=self._elapsed_s()))
         for result in results:
             is_invalid = result.status == "invalid"
             self.num_invalid_in_a_row = self.num_invalid_in_a_row + 1 if is_invalid else 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from agent_vllm.errors import ToolDefinitionError
 from agent_vllm.types import ToolCall, ToolResult
@@ -33,8 +33,8 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        schema: what the chat template sees: `{"type": "function", "function": {"name", "description",
-            "parameters"}}`, as `transformers.utils.get_json_schema` gives it.
+        schema: what the chat template sees, `{"type": "function", "function": {"name",
+            "description", "parameters"}}`, as `transformers.utils.get_json_schema` gives it.
         function: sync or async; gets the arguments by keyword.
         ends_episode: a call that succeeds is the trajectory's last act (a "final answer" tool).
     """
@@ -112,8 +112,8 @@ class ToolRunner:
     """Runs calls side by side: sync tools on a thread each, async tools on one loop of their own.
 
     A call that runs out of time is answered at once. Its async task is cancelled; its thread is
-    interrupted, which ends a Python loop, while a thread inside C code (a sleep, a socket) ends when
-    that returns. Past 64 such threads further sync calls are refused instead of piling up.
+    interrupted, which ends a Python loop, while a thread inside C code (a sleep, a socket) ends
+    when that returns. Past 64 such threads further sync calls are refused instead of piling up.
 
     Args:
         timeout_s: seconds for one call, None for no limit.
@@ -131,7 +131,7 @@ class ToolRunner:
         """Results in call order. `timeout_s` tightens the runner's own limit for these calls.
 
         Raises:
-            KeyboardInterrupt: a tool was interrupted by the user.
+            ToolInterrupted: a tool was interrupted by the user.
         """
         limits = [limit for limit in (self.timeout_s, timeout_s) if limit is not None]
         limit_s = min(limits, default=None)
@@ -158,14 +158,12 @@ class ToolRunner:
         except _ToolRaised as raised:
             return _error_result(call, raised.message, "failed")
 
-    async def _call(
-        self, tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None
-    ) -> Any:
+    async def _call(self, tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
         if not tool.is_async:
             return await _call_in_thread(tool, arguments, timeout_s)
         if self._async_loop is None or self._async_loop.is_stuck:
             self._async_loop = _LoopThread()
-        return await self._async_loop.call(tool.function(**arguments), timeout_s)
+        return await self._async_loop.call(_outcome_of(tool, arguments), timeout_s)
 
 
 def encode_result(value: Any) -> str:
@@ -175,11 +173,15 @@ def encode_result(value: Any) -> str:
     surrogates, which no tokenizer takes, become question marks.
 
     Raises:
-        _ToolRaised: the value contains itself or is nested too deeply.
+        _ToolRaised: the value contains itself, is nested too deeply or has no text form.
     """
     try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
-    except (ValueError, TypeError, RecursionError) as error:
+        text = (
+            value
+            if isinstance(value, str)
+            else json.dumps(value, ensure_ascii=False, default=_plain)
+        )
+    except Exception as error:  # the value's own `__str__` may raise anything
         raise _ToolRaised(f"The result can't be written as JSON: {error}") from error
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -215,13 +217,21 @@ class _ToolRaised(Exception):
         self.message = message
 
 
+class ToolInterrupted(BaseException):
+    """A tool raised KeyboardInterrupt: the user wants the run to stop.
+
+    The event loop would let a KeyboardInterrupt through at once and leave other trajectories hanging;
+    this one lets them end first.
+    """
+
+
 class _Interrupted(BaseException):
     """Raised inside a thread whose call ran out of time."""
 
 
 def _raise_outcome(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
-        raise error
+        raise ToolInterrupted from error
     raise _ToolRaised(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
@@ -236,9 +246,7 @@ def _interrupt(thread: threading.Thread) -> None:
 _hanging: set[threading.Thread] = set()
 
 
-async def _call_in_thread(
-    tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None
-) -> Any:
+async def _call_in_thread(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
     _hanging.difference_update([thread for thread in _hanging if not thread.is_alive()])
     if len(_hanging) >= _MAX_HANGING_CALLS:
         raise _ToolRaised(f"Not run: {len(_hanging)} earlier calls that timed out still hang.")
@@ -300,8 +308,12 @@ class _LoopThread:
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-        future = asyncio.run_coroutine_threadsafe(_outcome_of(coroutine), self._loop)
+    async def call(
+        self,
+        outcome: Coroutine[Any, Any, tuple[Any, BaseException | None]],
+        timeout_s: float | None,
+    ) -> Any:
+        future = asyncio.run_coroutine_threadsafe(outcome, self._loop)
         try:
             value, error = await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
         except TimeoutError:
@@ -327,16 +339,21 @@ class _LoopThread:
         return answered.is_set()
 
 
-async def _outcome_of(
-    coroutine: Coroutine[Any, Any, Any],
-) -> tuple[Any, BaseException | None]:
-    task = asyncio.ensure_future(coroutine)
+async def _outcome_of(tool: Tool, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+    task = asyncio.ensure_future(_run_async(tool, arguments))
     try:
-        return await task, None
+        return await task
     except asyncio.CancelledError as error:
         if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
             return None, error  # the tool cancelled itself: its own trouble
         task.cancel()
         raise
-    except BaseException as error:
+
+
+async def _run_async(tool: Tool, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await tool.function(**arguments), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit would end the loop of all async tools
         return None, error

@@ -53,7 +53,7 @@ class Limits:
         max_completion_tokens: sampled and observed tokens together, after the prompt.
         max_tool_rounds: rounds of tool calls; calls drafted after that stay unanswered
             (TRL's `max_tool_calling_iterations`).
-        max_invalid_calls: calls in a row that could not run (malformed, unknown tool, bad arguments).
+        max_invalid_calls: calls in a row that could not run (malformed, unknown, bad arguments).
         max_tool_result_tokens: tokens of one tool result; longer ones are cut and marked.
         tool_timeout_s: seconds for one tool call.
         deadline_s: seconds for the whole trajectory, looked at between turns and calls.
@@ -260,5 +260,6 @@ Messages = Sequence[Mapping[str, Any]]
 def _check_same_length(name: str, values: Sequence, other_name: str, others: Sequence) -> None:
     if len(values) != len(others):
         raise ValueError(
-            f"`{name}` and `{other_name}` must have one length, got {len(values)} and {len(others)}."
+            f"`{name}` and `{other_name}` must have one length, got {len(values)} and "
+            f"{len(others)}."
         )

@@ -1,7 +1,7 @@
 """AgentGRPOConfig: TRL's `GRPOConfig` plus what a multi-turn rollout needs to know."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
@@ -46,14 +46,18 @@ class AgentGRPOConfig(GRPOConfig):
             Whether to show how far a rollout is, on the main process.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rollout_engine_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *GRPOConfig._VALID_DICT_FIELDS,
+        "rollout_engine_kwargs",
+    ]
 
     max_turns: int = field(default=16, metadata={"help": "Assistant turns of a trajectory."})
     max_new_tokens_per_turn: int | None = field(
         default=None, metadata={"help": "Sampled tokens of one turn."}
     )
     max_tool_result_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens of one tool result; longer ones are cut and marked."}
+        default=None,
+        metadata={"help": "Tokens of one tool result; longer ones are cut and marked."},
     )
     max_invalid_calls: int | None = field(
         default=None,

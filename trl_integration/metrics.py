@@ -28,7 +28,9 @@ def rollout_metrics(
 
     Lengths count sampled tokens, whether or not they are trained.
     """
-    rows = torch.tensor([_row(t) for t in trajectories], device=accelerator.device)
+    rows = torch.tensor(
+        [_row(t) for t in trajectories], dtype=torch.float32, device=accelerator.device
+    )
     reasons = torch.tensor(
         [[t.stop_reason is reason for reason in StopReason] for t in trajectories],
         device=accelerator.device,

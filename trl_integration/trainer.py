@@ -154,6 +154,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     # ---- rollouts, in the order in which TRL calls these ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        inputs = [dict(row) for row in inputs]  # TRL adds columns, and samplers repeat row objects
         self._rows = inputs
         output = super()._generate_and_score_completions(inputs)
         if self.args.old_logprobs == "sampler":

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import RolloutEngine, RolloutResult
 from agent_vllm.engines.torch_engine import TorchRolloutEngine
@@ -26,7 +25,7 @@ _ENGINES: dict[str, type[TorchRolloutEngine] | type[VLLMRolloutEngine]] = {
 
 def create_rollout_engine(
     name: str,
-    model: torch.nn.Module | str | Path,
+    model: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> RolloutEngine:

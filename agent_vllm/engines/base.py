@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.batch import pad_rows
 from agent_vllm.blocking import run_blocking
+from agent_vllm.engines.models import pad_token_id
 from agent_vllm.errors import EngineError, InvalidRequestError
 from agent_vllm.types import Completion
 
@@ -88,10 +89,10 @@ class RolloutEngine(ABC):
         """Sample one sequence. Many calls wait at one time; the engine batches them."""
 
     @abstractmethod
-    def _load_weights(self, model: torch.nn.Module) -> None:
-        """Make the learner's current weights the engine's, and drop every cache made with others."""
+    def _load_weights(self, model: PreTrainedModel) -> None:
+        """Make the learner's current weights the engine's; drop every cache made with others."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - there may be nothing to free
         """Free what the engine holds. Closing twice is fine."""
 
     def __enter__(self) -> Self:
@@ -141,7 +142,7 @@ class RolloutEngine(ABC):
         """A fresh seed from the engine's own stream, which its `seed` began."""
         return self._seeds.getrandbits(31)
 
-    def update_policy(self, model: torch.nn.Module) -> int:
+    def update_policy(self, model: PreTrainedModel) -> int:
         """The learner's current weights become the engine's; the learner is only read.
 
         Returns:
@@ -179,8 +180,12 @@ class RolloutEngine(ABC):
                 f"{list(prompt_ids.shape)} and {list(attention_mask.shape)}."
             )
         if num_generations < 1:
-            raise InvalidRequestError(f"`num_generations` must be 1 or more, got {num_generations}.")
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, attention_mask, strict=True)]
+            raise InvalidRequestError(
+                f"`num_generations` must be 1 or more, got {num_generations}."
+            )
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, attention_mask, strict=True)
+        ]
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         completions = run_blocking(self._generate_all(rows, max_new_tokens, temperature))
         return self._to_tensors(prompt_ids, rows, completions, num_generations)
@@ -205,9 +210,7 @@ class RolloutEngine(ABC):
         num_generations: int,
     ) -> RolloutResult:
         device = prompt_ids.device
-        pad_id = self.tokenizer.pad_token_id
-        if pad_id is None:
-            pad_id = self.eos_token_ids[0]
+        pad_id = pad_token_id(self.tokenizer)
         token_ids = [completion.token_ids for completion in completions]
         completion_ids = pad_rows(token_ids, pad_id).to(device)
         prompts = prompt_ids.repeat_interleave(num_generations, dim=0)
@@ -269,6 +272,6 @@ def _check_completion(completion: Completion, request: GenerationRequest) -> Non
     for index, logprob in enumerate(completion.logprobs):
         if logprob is None or not math.isfinite(logprob):
             raise EngineError(
-                f"The engine gave logprob {logprob} for token {index} of {len(completion.logprobs)}; "
-                "the completion is dropped. Are the weights finite?"
+                f"The engine gave logprob {logprob} for token {index} of "
+                f"{len(completion.logprobs)}; the completion is dropped. Are the weights finite?"
             )

@@ -33,7 +33,7 @@ class StepEngine(Protocol):
 
 
 class StepDriver:
-    """Feeds a `StepEngine`. The thread starts with the first use and sleeps when nothing is asked."""
+    """Feeds a `StepEngine`. Its thread starts with the first use and sleeps when idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -105,7 +105,9 @@ class StepDriver:
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._answer([(request, EngineError("The engine is closed.")) for request in list(self._waiting)])
+        self._answer(
+            [(request, EngineError("The engine is closed.")) for request in list(self._waiting)]
+        )
 
     def _wake(self) -> None:
         with self._changed:

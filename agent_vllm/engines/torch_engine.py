@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -52,14 +58,14 @@ class TorchRolloutEngine(RolloutEngine):
 
     def __init__(
         self,
-        model: torch.nn.Module | str | Path,
+        model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         max_model_len: int | None = None,
         max_batch_size: int = 256,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
+        if isinstance(model, str | Path):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model)
         if tokenizer is None:
@@ -80,7 +86,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._batch.policy_version = self.policy_version
         return await self._driver.submit(request)
 
-    def _load_weights(self, model: torch.nn.Module) -> None:
+    def _load_weights(self, model: PreTrainedModel) -> None:
         if model is not self._batch.model:
             check_weights(self._shapes, named_weights(model))
         self._driver.call(lambda: setattr(self._batch, "model", model))
@@ -93,7 +99,7 @@ class _WholeBatches:
     """The driver's engine: every step generates all that waits, to the end."""
 
     def __init__(
-        self, model: torch.nn.Module, eos_token_ids: tuple[int, ...], max_batch_size: int
+        self, model: PreTrainedModel, eos_token_ids: tuple[int, ...], max_batch_size: int
     ) -> None:
         self.model = model
         self.policy_version = 0
@@ -138,7 +144,7 @@ class _RowState:
 
 
 def _generate(
-    model: torch.nn.Module, requests: list[GenerationRequest], eos_token_ids: frozenset[int]
+    model: PreTrainedModel, requests: list[GenerationRequest], eos_token_ids: frozenset[int]
 ) -> list[_RowState]:
     """Sample every request to its end; rows leave the batch as they finish."""
     device = next(model.parameters()).device

@@ -7,6 +7,7 @@ Measured on the CPU build of vLLM 0.31; on CUDA the same calls are made with CUD
 of the GPU's memory, which has not been run.
 """
 
+import gc
 import importlib.util
 import itertools
 import tempfile
@@ -23,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -78,7 +80,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def __init__(
         self,
-        model: torch.nn.Module | str | Path,
+        model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -112,10 +114,10 @@ class VLLMRolloutEngine(RolloutEngine):
         self._driver = StepDriver("vllm rollout engine")
         try:
             self._stepper = self._driver.call(
-                lambda: _VLLMStepper(_build(source, options), self.eos_token_ids)
+                lambda: _VLLMStepper(source, options, self.eos_token_ids)
             )
             self._driver.attach(self._stepper)
-            if isinstance(model, torch.nn.Module):
+            if not isinstance(model, str | Path):
                 self._load_weights(model)
         except BaseException:
             self._driver.close()
@@ -125,12 +127,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self._stepper.policy_version = self.policy_version
         return await self._driver.submit(request)
 
-    def _load_weights(self, model: torch.nn.Module) -> None:
+    def _load_weights(self, model: PreTrainedModel) -> None:
         weights = named_weights(model)
         check_weights(self._shapes, weights)
         self._driver.call(lambda: self._reload(model, weights))
 
-    def _reload(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    def _reload(self, model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
         self._stepper.reload(weights)
         if not self._is_checked:
             gap = self._stepper.gap_to(model, self.vocab_size)
@@ -164,9 +166,9 @@ class _Source:
 
 
 def _source_of(
-    model: torch.nn.Module | str | Path, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> _Source:
-    if isinstance(model, torch.nn.Module):
+    if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ValueError("`tokenizer` must be given with a model object, got None.")
         config = type(model.config).from_dict(model.config.to_dict())
@@ -185,7 +187,7 @@ def _source_of(
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     try:
-        generation_eos = GenerationConfig.from_pretrained(model).eos_token_id
+        generation_eos: Any = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a checkpoint without one
         generation_eos = config.eos_token_id
     return _Source(
@@ -307,20 +309,28 @@ def _skip_rank_compilation() -> None:
     """The rank of a sampled token, which nobody reads here, is compiled on first use: 5 to 17 s."""
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = lambda logits, values: (logits >= values).sum(-1)
+    def count(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (logits >= values).sum(-1)
+
+    setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
 
 
 class _VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
-    def __init__(self, llm: Any, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, source: _Source, options: _EngineOptions, eos_token_ids: Iterable[int]
+    ) -> None:
+        had_default = torch.distributed.is_initialized()
         self.policy_version = 0
-        self._llm = llm
+        self._llm = _build(source, options)
+        # Its finalizer ends every process group of this process, even long after; see `shutdown`.
+        self._llm.engine_core._finalizer.detach()
         self._eos_token_ids = list(eos_token_ids)
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
-        _live.add(self)
+        _process_groups.acquire(self, had_default=had_default)
 
     def add(self, request: GenerationRequest) -> None:
         from vllm import SamplingParams
@@ -372,7 +382,7 @@ class _VLLMStepper:
                 "Requests are still running."
             )
 
-    def gap_to(self, model: torch.nn.Module, vocab_size: int) -> float:
+    def gap_to(self, model: PreTrainedModel, vocab_size: int) -> float:
         """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(vocab_size, (2, 8), generator=generator).tolist()
@@ -392,16 +402,41 @@ class _VLLMStepper:
         return max(gaps)
 
     def shutdown(self) -> None:
-        """End vLLM. Process groups that it made go with the last engine, the learner's stay."""
-        self._llm.engine_core.shutdown()
-        _live.discard(self)
-        if not _live:
-            from vllm.distributed import parallel_state
+        """End vLLM. Its own `shutdown` would end the learner's and other engines' groups too."""
+        core = self._llm.engine_core.engine_core
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()  # vLLM froze what it allocated
+        _process_groups.release(self)
 
-            parallel_state.destroy_model_parallel()
+
+class _ProcessGroups:
+    """vLLM's process groups, which all engines of this process share; gone with the last one.
+
+    A default group that was there before vLLM is the learner's and stays.
+    """
+
+    def __init__(self) -> None:
+        self._users: set[_VLLMStepper] = set()
+        self._default_is_ours = False
+
+    def acquire(self, user: _VLLMStepper, *, had_default: bool) -> None:
+        if not self._users:
+            self._default_is_ours = not had_default
+        self._users.add(user)
+
+    def release(self, user: _VLLMStepper) -> None:
+        from vllm.distributed import parallel_state
+
+        self._users.discard(user)
+        if self._users:
+            return
+        parallel_state.destroy_model_parallel()
+        if self._default_is_ours:
+            parallel_state.destroy_distributed_environment()
 
 
-_live: set[_VLLMStepper] = set()
+_process_groups = _ProcessGroups()
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:
@@ -424,7 +459,7 @@ def _completion_of(output: Any, request: GenerationRequest, policy_version: int)
         return EngineError(f"vLLM returned an inconsistent completion: {error}")
 
 
-def _gap(model: torch.nn.Module, prompt_ids: list[int], completion: Completion) -> float:
+def _gap(model: PreTrainedModel, prompt_ids: list[int], completion: Completion) -> float:
     device = next(model.parameters()).device
     ids = torch.tensor([prompt_ids + completion.token_ids], device=device)
     with evaluating(model):

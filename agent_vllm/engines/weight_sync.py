@@ -7,13 +7,14 @@ loading them is each engine's own. Invariant: the learner is only read.
 from collections.abc import Mapping
 
 import torch
+from transformers import PreTrainedModel
 
 from agent_vllm.errors import WeightSyncError
 
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 
-def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The learner's weights by checkpoint name, tied ones under each of their names.
 
     The alias of a tied head is kept: an engine that holds its head apart would silently stay on the
@@ -31,9 +32,7 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {_plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def check_weights(
-    expected: Mapping[str, torch.Size], given: Mapping[str, torch.Tensor]
-) -> None:
+def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Tensor]) -> None:
     """Every expected tensor is there, in shape, and no other.
 
     Raises:
@@ -54,7 +53,7 @@ def check_weights(
         )
 
 
-def weight_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+def weight_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     """Names and shapes of `named_weights`, without the values."""
     return {name: tensor.shape for name, tensor in named_weights(model).items()}
 

@@ -1,4 +1,4 @@
-"""Live progress of one rollout: a line that moves on a terminal, one plain line at the end elsewhere."""
+"""Live progress of one rollout: a moving line on a terminal, else one plain line at its end."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines, written as they end. One line is one trajectory, whole or not there."""
+"""Trajectories as JSON lines, written as they end: a line is one trajectory, whole or not there."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,8 @@ class RolloutRecorder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        # a lone surrogate, which a model can write in a call, becomes JSON's own escape
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
         """One line: the schema version, `extra` (step, reward, ...), and all of the trajectory."""

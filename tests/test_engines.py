@@ -1,0 +1,416 @@
+"""Both engines behind one interface: tensors, requests, seeds, weights, faults."""
+
+import asyncio
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
+from agent_vllm.engines import vllm_engine as vllm_module
+from agent_vllm.errors import (
+    EngineBusyError,
+    EngineError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    UnsupportedModelError,
+    WeightSyncError,
+)
+from agent_vllm.logprobs import predicted_logprobs
+
+ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(params=ENGINES)
+def loaded(request, agent):
+    """An engine on the small agent's weights, and the learner it holds."""
+    model, tokenizer = agent
+    if request.param == "torch":
+        with TorchRolloutEngine(model, tokenizer) as engine:
+            yield engine, model
+    else:
+        engine = request.getfixturevalue("vllm_engine")
+        engine.update_policy(model)
+        yield engine, model
+
+
+def prompts(num_rows=3, width=12, side="left"):
+    """Random ids of uneven lengths, padded on one side."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 300, (num_rows, width), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(num_rows):
+        padding = slice(0, row * 3) if side == "left" else slice(width - row * 3, width)
+        mask[row, padding], ids[row, padding] = 0, 0
+    return ids, mask
+
+
+def learner_logprobs(model, prompt, token_ids, temperature):
+    ids = torch.tensor([prompt + token_ids])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    return predicted_logprobs(logits, ids, temperature)[0, len(prompt) - 1 :]
+
+
+def greedy(engine, num_tokens=12):
+    return engine.rollout(*prompts(), 1, num_tokens, temperature=0).completion_ids.tolist()
+
+
+# ---- the tensor interface ----
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rollout_gives_each_prompt_its_rows_and_exact_logprobs(loaded, side):
+    engine, model = loaded
+    ids, mask = prompts(side=side)
+    result = engine.rollout(ids, mask, num_generations=4, max_new_tokens=20, temperature=0.8)
+    longest = result.completion_ids.shape[1]
+    assert result.output_ids.shape == (12, 12 + longest)
+    assert result.per_token_logps.dtype == torch.float32
+    assert result.prompt_lens.tolist() == [12] * 4 + [9] * 4 + [6] * 4
+    assert len(result.completions) == 12
+    assert torch.equal(result.output_ids[:, :12], ids.repeat_interleave(4, dim=0))
+    for row in range(12):
+        length = int(result.completion_mask[row].sum())
+        assert result.completion_mask[row].tolist() == [1] * length + [0] * (longest - length)
+        assert not result.per_token_logps[row, length:].any()
+        prompt = ids[row // 4][mask[row // 4].bool()].tolist()
+        sampled = result.completion_ids[row, :length].tolist()
+        learner = learner_logprobs(model, prompt, sampled, 0.8)
+        torch.testing.assert_close(result.per_token_logps[row, :length], learner, atol=1e-5, rtol=0)
+
+
+def test_samples_of_one_prompt_differ(loaded):
+    ids, mask = prompts(num_rows=1)
+    rows = loaded[0].rollout(ids, mask, 8, 20, temperature=1.0).completion_ids.tolist()
+    assert len({tuple(row) for row in rows}) > 1
+
+
+def test_the_end_token_is_kept_with_its_logprob_and_ends_the_row(loaded):
+    engine, _ = loaded
+    chat = ChatFormat.from_tokenizer(engine.tokenizer)
+    ids = torch.tensor([chat.prompt_ids([{"role": "user", "content": "Hello, I am Anna!"}])])
+    result = engine.rollout(ids, torch.ones_like(ids), 16, 60, temperature=1.0)
+    ended = 0
+    for row in range(16):
+        length = int(result.completion_mask[row].sum())
+        sampled = result.completion_ids[row, :length].tolist()
+        assert engine.eos_token_ids[0] not in sampled[:-1]
+        assert sampled[-1] == engine.eos_token_ids[0] or length == 60
+        ended += sampled[-1] == engine.eos_token_ids[0]
+    assert ended > 0
+
+
+def test_rollout_works_inside_a_running_event_loop(loaded):
+    async def notebook():
+        return loaded[0].rollout(*prompts(), 2, 4)
+
+    assert asyncio.run(notebook()).completion_ids.shape[0] == 6
+
+
+def test_rollout_refuses_shapes_that_differ(loaded):
+    ids, mask = prompts()
+    with pytest.raises(InvalidRequestError, match=r"must both be \[B, P\]"):
+        loaded[0].rollout(ids, mask[:, 1:], 1, 4)
+
+
+# ---- single sequences ----
+
+
+def generate_all(engine, requests):
+    async def gather():
+        return await asyncio.gather(
+            *(engine.generate(**request) for request in requests), return_exceptions=True
+        )
+
+    return asyncio.run(gather())
+
+
+def test_c13_a_seed_decides_the_tokens_whatever_runs_beside(loaded):
+    engine, _ = loaded
+    request = {"prompt_ids": [20, 30, 40], "max_new_tokens": 16, "seed": 7}
+    others = [{"prompt_ids": [50 + i] * (i + 1), "max_new_tokens": 8} for i in range(9)]
+    alone = generate_all(engine, [request])[0]
+    beside = generate_all(engine, [*others, request])[-1]
+    other_seed = generate_all(engine, [{**request, "seed": 8}])[0]
+    assert alone.token_ids == beside.token_ids
+    assert alone.token_ids != other_seed.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": []}, "at least one token"),
+        ({"prompt_ids": [1, 10**6]}, "Token id 1000000 is out of the engine's vocabulary"),
+        ({"prompt_ids": [1, -1]}, "Token id -1 is out"),
+        ({"prompt_ids": ["a"]}, "must be a list of ints"),
+        ({"prompt_ids": [20] * 1024}, "none is left to sample"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be 1 or more, got 0"),
+        ({"temperature": -1.0}, "`temperature` must be"),
+        ({"temperature": 0.001}, "`temperature` must be"),
+        ({"top_p": 0.0}, "`top_p` must be"),
+        ({"top_k": -1}, "`top_k` must be"),
+        ({"min_p": 2.0}, "`min_p` must be"),
+    ],
+)
+def test_requests_that_no_engine_can_serve_are_refused_alone(loaded, change, message):
+    good = {"prompt_ids": [20, 30], "max_new_tokens": 3, "seed": 0}
+    failed, served = generate_all(loaded[0], [{**good, **change}, good])
+    assert isinstance(failed, InvalidRequestError)
+    assert message in str(failed)
+    assert len(served.token_ids) <= 3
+
+
+def test_e02_a_prompt_that_leaves_one_token_gets_one(loaded):
+    engine, _ = loaded
+    prompt = [20] * (engine.max_model_len - 1)
+    (completion,) = generate_all(engine, [{"prompt_ids": prompt, "max_new_tokens": 50}])
+    assert len(completion.token_ids) == 1
+
+
+def test_c03_c04_logprobs_are_of_the_distribution_sampled_from(loaded):
+    engine, model = loaded
+    base = {"prompt_ids": [20, 30, 40], "max_new_tokens": 8, "seed": 3, "temperature": 0.5}
+    plain, cut = generate_all(engine, [base, {**base, "top_k": 2}])
+    learner = learner_logprobs(model, [20, 30, 40], plain.token_ids, 0.5)
+    torch.testing.assert_close(torch.tensor(plain.logprobs), learner, atol=1e-5, rtol=0)
+    full = learner_logprobs(model, [20, 30, 40], cut.token_ids, 0.5)
+    assert all(a >= b - 1e-5 for a, b in zip(cut.logprobs, full.tolist(), strict=True))
+
+
+def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(loaded):
+    engine, model = loaded
+    (completion,) = generate_all(
+        engine, [{"prompt_ids": [20, 30, 40], "max_new_tokens": 6, "temperature": 0.0}]
+    )
+    learner = learner_logprobs(model, [20, 30, 40], completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), learner, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[20, 30, 40]])).logits
+    assert completion.token_ids[0] == logits[0, -1].argmax().item()
+
+
+def test_c11_the_learner_keeps_its_mode(loaded):
+    engine, model = loaded
+    model.train()
+    model.model.layers[0].eval()
+    engine.rollout(*prompts(), 1, 4)
+    assert model.training and not model.model.layers[0].training and model.model.layers[1].training
+
+
+# ---- weights ----
+
+
+def test_d11_an_update_moves_the_engine_to_the_learner(loaded):
+    engine, model = loaded
+    before, version = greedy(engine), engine.policy_version
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.manual_seed(1)) * 0.1)
+    assert engine.update_policy(model) == version + 1
+    assert greedy(engine) != before
+    (completion,) = generate_all(engine, [{"prompt_ids": [20, 30], "max_new_tokens": 8}])
+    assert completion.policy_version == version + 1
+    learner = learner_logprobs(model, [20, 30], completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), learner, atol=1e-5, rtol=0)
+
+
+def test_d12_an_update_only_reads_the_learner(loaded):
+    engine, model = loaded
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def state():
+        return [
+            (name, id(p), p.dtype, p.requires_grad, p.data_ptr(), p.detach().clone())
+            for name, p in model.named_parameters()
+        ]
+
+    before = state()
+    engine.update_policy(model)
+    for old, new in zip(before, state(), strict=True):
+        assert old[:5] == new[:5]
+        assert torch.equal(old[5], new[5])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert in_optimizer == {entry[1] for entry in before}
+
+
+def other_model(**changes):
+    config = Qwen3Config(
+        vocab_size=400, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
+    )  # fmt: skip
+    config.update(changes)
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).float()
+
+
+def test_d15_weights_that_do_not_fit_are_named(loaded):
+    engine, _ = loaded
+    version = engine.policy_version
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
+        engine.update_policy(other_model())
+    assert engine.policy_version == version
+
+
+def test_an_update_waits_for_an_idle_engine(loaded):
+    engine, model = loaded
+
+    async def update_in_flight():
+        task = asyncio.create_task(engine.generate([20, 30], max_new_tokens=200, seed=0))
+        await asyncio.sleep(0)
+        try:
+            with pytest.raises(EngineBusyError, match="in flight"):
+                engine.update_policy(model)
+        finally:
+            await task
+
+    asyncio.run(update_in_flight())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_d11_an_untied_head_is_updated_too(name, agent):
+    _, tokenizer = agent
+    model = other_model(tie_word_embeddings=False, vocab_size=len(tokenizer))
+    with create_rollout_engine(name, model, tokenizer) as engine:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3.0)
+        engine.update_policy(model)
+        (completion,) = generate_all(engine, [{"prompt_ids": [20, 30], "max_new_tokens": 8}])
+    learner = learner_logprobs(model, [20, 30], completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), learner, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_from_a_path_is_the_one_from_the_model(name, agent_path, agent):
+    model, tokenizer = agent
+    with create_rollout_engine(name, agent_path) as from_path:
+        ours = greedy(from_path)
+    with TorchRolloutEngine(model, tokenizer) as reference:
+        assert ours == greedy(reference)
+
+
+# ---- faults ----
+
+
+def test_e07_a_failing_step_fails_who_was_in_it_and_the_engine_goes_on(loaded, monkeypatch):
+    engine, _ = loaded
+    target = engine._stepper if isinstance(engine, VLLMRolloutEngine) else engine._batch
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        outcomes = generate_all(engine, [{"prompt_ids": [20], "max_new_tokens": 4}] * 3)
+    assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+    assert "out of memory" in str(outcomes[0])
+    (served,) = generate_all(engine, [{"prompt_ids": [20, 30], "max_new_tokens": 4, "seed": 0}])
+    assert len(served.token_ids) >= 1
+
+
+def test_a_cancelled_request_leaves_the_engine(loaded):
+    engine, model = loaded
+
+    async def cancel():
+        task = asyncio.create_task(engine.generate([20, 30], max_new_tokens=900, seed=0))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await engine.generate([20, 30], max_new_tokens=4, seed=0)
+
+    assert len(asyncio.run(cancel()).token_ids) >= 1
+    engine.update_policy(model)  # nothing is left in flight
+
+
+def test_a_closed_engine_says_so(agent):
+    engine = TorchRolloutEngine(*agent)
+    engine.close()
+    engine.close()
+    (outcome,) = generate_all(engine, [{"prompt_ids": [20], "max_new_tokens": 4}])
+    assert isinstance(outcome, EngineError) and "closed" in str(outcome)
+
+
+def test_an_unknown_engine_is_refused_by_name(agent):
+    with pytest.raises(ValueError, match=r"must be one of \['torch', 'vllm'\], got 'sglang'"):
+        create_rollout_engine("sglang", *agent)
+
+
+def test_without_vllm_the_error_names_the_extra(agent, monkeypatch):
+    monkeypatch.setattr(vllm_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineUnavailableError, match=r"agent-vllm\[cpu\]"):
+        VLLMRolloutEngine(*agent)
+
+
+class UnknownForCausalLM(Qwen3ForCausalLM):
+    """An architecture that vLLM has never heard of."""
+
+
+@pytest.mark.vllm
+def test_a_model_that_vllm_does_not_know_is_refused_with_the_remedy(agent):
+    model = UnknownForCausalLM(other_model().config)
+    with pytest.raises(UnsupportedModelError, match=r"UnknownForCausalLM.*torch engine"):
+        VLLMRolloutEngine(model, agent[1])
+
+
+def test_a_tokenizer_goes_with_a_model_object(agent):
+    with pytest.raises(ValueError, match="`tokenizer` must be given"):
+        TorchRolloutEngine(agent[0])
+
+
+# ---- the host process ----
+
+
+@pytest.mark.vllm
+def test_vllm_leaves_the_host_process_as_it_was(agent):
+    model, tokenizer = agent
+
+    def state():
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            dict(os.environ),
+            torch.set_num_threads,
+            torch.get_num_threads(),
+        )
+
+    before = state()
+    with VLLMRolloutEngine(model, tokenizer) as engine:
+        assert state() == before
+        engine.rollout(*prompts(), 2, 8)
+        engine.update_policy(model)
+        assert state() == before
+
+
+@pytest.mark.vllm
+def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
+    """A tied head that stays old, as when the alias is left out, is noticed at once."""
+    model, tokenizer = agent
+    reload = vllm_module._VLLMStepper.reload
+
+    def without_alias(self, weights):
+        reload(self, {k: v for k, v in weights.items() if k != "lm_head.weight"})
+
+    monkeypatch.setattr(vllm_module._VLLMStepper, "reload", without_alias)
+    with pytest.raises(WeightSyncError, match="away from the learner's"):
+        VLLMRolloutEngine(model, tokenizer)
+
+
+@pytest.mark.vllm
+def test_d02_a_refused_cache_reset_is_an_error(agent, vllm_engine, monkeypatch):
+    model, _ = agent
+    monkeypatch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(WeightSyncError, match="prefix cache"):
+        vllm_engine.update_policy(model)
+
+
+@pytest.mark.vllm
+def test_a_saved_learner_loads_into_transformers_and_vllm(agent, tmp_path):
+    model, tokenizer = agent
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with VLLMRolloutEngine(tmp_path) as engine, TorchRolloutEngine(again, tokenizer) as reference:
+        assert greedy(engine) == greedy(reference)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template

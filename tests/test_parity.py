@@ -1,0 +1,94 @@
+"""Numerics by links: engine == a plain forward of the learner, over multi-turn trajectories.
+
+Float32, three temperatures, both engines, the prefix cache on, at the start and after each of five
+optimizer steps with their syncs. The largest distance is printed.
+"""
+
+import pytest
+import torch
+from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
+
+from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, collate, rollout_batch
+from agent_vllm.logprobs import logprob_gap, predicted_logprobs
+
+TOLERANCE = 1e-5
+TOOLS = [calculator, get_weather, get_price]
+NUM_STEPS = 5
+
+
+@pytest.fixture(params=["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request, agent):
+    if request.param == "torch":
+        with TorchRolloutEngine(*agent) as engine:
+            yield engine
+    else:
+        yield request.getfixturevalue("vllm_engine")
+
+
+def sample(engine, tokenizer, temperature):
+    rows = make_tasks("train", 12, kinds=SMALL_KINDS)
+    return rollout_batch(
+        engine,
+        ChatFormat.from_tokenizer(tokenizer),
+        [row["prompt"] for row in rows],
+        [TOOLS] * len(rows),
+        num_generations=2,
+        limits=Limits(max_turns=4, max_completion_tokens=200),
+        temperature=temperature,
+        seed=5,
+    )
+
+
+def distance(model, trajectories, temperature):
+    """Largest |engine - learner| over sampled tokens, by the shifted layout of `collate`."""
+    batch = collate(trajectories, pad_token_id=0)
+    with torch.no_grad():
+        logits = model.eval()(batch.input_ids, attention_mask=batch.attention_mask).logits
+    learner = predicted_logprobs(logits, batch.input_ids, temperature)
+    return logprob_gap(batch.old_per_token_logps, learner, batch.completion_mask).max
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_a23_engine_and_learner_agree_at_start_and_after_every_step(
+    engine, agent, temperature, capsys
+):
+    model, tokenizer = agent
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    distances, first_ids = [], []
+    for step in range(NUM_STEPS + 1):
+        version = engine.update_policy(model)
+        trajectories = sample(engine, tokenizer, temperature)
+        assert {v for t in trajectories for v in t.policy_versions} == {version}
+        assert any(t.num_turns > 1 for t in trajectories)
+        distances.append(distance(model, trajectories, temperature))
+        first_ids.append([t.completion_ids for t in trajectories])
+        if step < NUM_STEPS:
+            batch = collate(trajectories, pad_token_id=0)
+            model.train()(batch.input_ids, labels=batch.input_ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with capsys.disabled():
+        name = type(engine).__name__
+        print(f"\n  {name}, T={temperature}: max |engine - learner| = {max(distances):.2e}")
+    assert max(distances) <= TOLERANCE, distances
+    assert first_ids[0] != first_ids[-1]  # it did move
+
+
+def test_the_distance_notices_an_engine_that_was_not_synced(engine, agent):
+    model, tokenizer = agent
+    if isinstance(engine, TorchRolloutEngine):
+        pytest.skip("the torch engine shares the learner's module")
+    engine.update_policy(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.01 * torch.randn(model.lm_head.weight.shape))
+    assert distance(model, sample(engine, tokenizer, 1.0), 1.0) > 100 * TOLERANCE
+
+
+@pytest.mark.vllm
+def test_both_engines_sample_the_same_trajectories(vllm_engine, agent):
+    """The same seeds drive the same draws: the torch engine is a reference token by token."""
+    model, tokenizer = agent
+    vllm_engine.update_policy(model)
+    with TorchRolloutEngine(model, tokenizer) as reference:
+        ours, theirs = sample(reference, tokenizer, 1.0), sample(vllm_engine, tokenizer, 1.0)
+    assert [t.completion_ids for t in ours] == [t.completion_ids for t in theirs]
