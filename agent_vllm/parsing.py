@@ -12,6 +12,7 @@ from agent_vllm.types import ParsedTurn, ToolCall
 
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_OPENING = re.compile(f"{_THINK}|{_CALL}")
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 
@@ -26,10 +27,26 @@ def parse_hermes(text: str, starts_in_thinking: bool = False) -> ParsedTurn:
     The message holds `content` (never None), `reasoning_content` if there was any, and `tool_calls`
     for the calls that could be read; a malformed call stays in `content` as the model wrote it.
     """
-    reasoning, rest = _split_reasoning(text, starts_in_thinking)
-    content, calls = _split_calls(rest)
-    message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
-    if reasoning:
+    content: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    position = _read_thought(text, 0, thoughts) if starts_in_thinking else 0
+    while opening := _OPENING.search(text, position):
+        content.append(text[position : opening.start()])
+        if opening.group() == _THINK:
+            position = _read_thought(text, opening.end(), thoughts)
+            continue
+        call, position = _read_call(text, opening.end())
+        calls.append(call)
+        if call.error is not None:
+            content.append(text[opening.start() : position])
+    content.append(text[position:])
+    return ParsedTurn(message=_message(content, thoughts, calls), calls=calls)
+
+
+def _message(content: list[str], thoughts: list[str], calls: list[ToolCall]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(content).strip()}
+    if reasoning := "\n".join(filter(None, thoughts)):
         message["reasoning_content"] = reasoning
     if readable := [call for call in calls if call.error is None]:
         message["tool_calls"] = [
@@ -39,30 +56,15 @@ def parse_hermes(text: str, starts_in_thinking: bool = False) -> ParsedTurn:
             }
             for call in readable
         ]
-    return ParsedTurn(message=message, calls=calls)
+    return message
 
 
-def _split_reasoning(text: str, starts_in_thinking: bool) -> tuple[str, str]:
-    stripped = text.lstrip()
-    if not starts_in_thinking and not stripped.startswith(_THINK):
-        return "", text
-    body = text if starts_in_thinking else stripped.removeprefix(_THINK)
-    reasoning, _, rest = body.partition(_THINK_END)
-    return reasoning.strip(), rest
-
-
-def _split_calls(text: str) -> tuple[str, list[ToolCall]]:
-    content: list[str] = []
-    calls: list[ToolCall] = []
-    position = 0
-    while (start := text.find(_CALL, position)) >= 0:
-        content.append(text[position:start])
-        call, position = _read_call(text, start + len(_CALL))
-        calls.append(call)
-        if call.error is not None:
-            content.append(text[start:position])
-    content.append(text[position:])
-    return "".join(content), calls
+def _read_thought(text: str, start: int, thoughts: list[str]) -> int:
+    """Note the thinking that begins at `start`; the position after its end, or after the text."""
+    close = text.find(_THINK_END, start)
+    end = len(text) if close < 0 else close
+    thoughts.append(text[start:end].strip())
+    return min(end + len(_THINK_END), len(text))
 
 
 def _read_call(text: str, start: int) -> tuple[ToolCall, int]:

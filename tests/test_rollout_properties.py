@@ -1,6 +1,7 @@
 """Seeded random conversations against every invariant, and the checker's own tests."""
 
 import random
+from types import SimpleNamespace
 
 from fakes import (
     ADD,
@@ -84,28 +85,23 @@ def test_random_conversations_keep_every_invariant(chat, scripted):
     assert reasons == set(StopReason) - {StopReason.DEADLINE, StopReason.ENVIRONMENT_DONE}
 
 
-class Request:
-    def __init__(self, prompt_ids):
-        self.prompt_ids = prompt_ids
+def asking(prompts):
+    return [SimpleNamespace(prompt_ids=prompt_ids) for prompt_ids in prompts]
 
 
 def test_the_checker_finds_what_is_broken():
     t = trajectory([1, 2], sampled(3, END), observed(4), sampled(5, END))
     asked = [[1, 2], [1, 2, 3, END, 4]]
-    assert broken_invariants(t, map_requests(asked)) == []
-    assert broken_invariants(t, map_requests([[1, 2], [1, 2, 3, 4]])) == [
+    assert broken_invariants(t, asking(asked)) == []
+    assert broken_invariants(t, asking([[1, 2], [1, 2, 3, 4]])) == [
         "turn 1 was asked with other ids, index 3: got [1, 2, 3, 4], expected [1, 2, 3, 2, 4]"
     ]
-    assert broken_invariants(t, map_requests(asked[:1])) == ["2 sampled segments, 1 requests"]
+    assert broken_invariants(t, asking(asked[:1])) == ["2 sampled segments, 1 requests"]
     t.segments[0].logprobs[0] = float("nan")
-    assert broken_invariants(t, map_requests(asked)) == ["a logprob is not finite"]
+    assert broken_invariants(t, asking(asked)) == ["a logprob is not finite"]
     t.segments[0].logprobs[0] = -0.5
     t.segments[0].logprobs.append(-0.5)
-    assert broken_invariants(t, map_requests(asked))[0] == "lengths 5, 5, 6"
-
-
-def map_requests(prompts):
-    return [Request(prompt_ids) for prompt_ids in prompts]
+    assert broken_invariants(t, asking(asked))[0] == "lengths 5, 5, 6"
 
 
 def test_difference_shows_ten_tokens_to_each_side():

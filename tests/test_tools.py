@@ -12,7 +12,14 @@ from fakes import add, shout
 
 from agent_vllm import tools as tools_module
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import Tool, ToolRunner, as_tool, encode_result, tools_by_name
+from agent_vllm.tools import (
+    Tool,
+    ToolInterrupted,
+    ToolRunner,
+    as_tool,
+    encode_result,
+    tools_by_name,
+)
 from agent_vllm.types import ToolCall, ToolResult
 
 
@@ -294,7 +301,7 @@ def test_b16_siblings_keep_their_results(raiser):
 
 @pytest.mark.parametrize("raiser", [raise_it, raise_it_async])
 def test_b16_keyboard_interrupt_is_raised(raiser):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ToolInterrupted):
         run_one(functools.partial(raiser, KeyboardInterrupt()))
 
 

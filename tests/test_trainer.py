@@ -280,7 +280,7 @@ def test_f20_the_batch_has_the_keys_of_the_parent_and_the_engines_logprobs(make_
 
 def test_f07_an_all_truncated_batch_leaves_the_weights_as_they_are(make_trainer):
     trainer = make_trainer(
-        "torch", max_new_tokens_per_turn=2, mask_truncated_completions=True, weight_decay=0.0
+        "torch", max_new_tokens=2, mask_truncated_completions=True, weight_decay=0.0
     )
     before = parameters(trainer.model)
     trainer.train()

@@ -21,7 +21,7 @@ class AgentGRPOConfig(GRPOConfig):
     Parameters:
         max_turns (`int`, *optional*, defaults to `16`):
             Assistant turns of a trajectory.
-        max_new_tokens_per_turn (`int`, *optional*):
+        max_new_tokens (`int`, *optional*):
             Sampled tokens of one turn. If `None`, a turn may use what is left of `max_completion_length`.
         max_tool_result_tokens (`int`, *optional*):
             Tokens of one tool result; longer ones are cut and marked.
@@ -29,7 +29,7 @@ class AgentGRPOConfig(GRPOConfig):
             Calls in a row that could not run before the trajectory is ended.
         tool_timeout_s (`float`, *optional*, defaults to `30.0`):
             Seconds for one tool call.
-        trajectory_timeout_s (`float`, *optional*):
+        deadline_s (`float`, *optional*):
             Seconds for one trajectory, looked at between turns and calls.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
@@ -52,7 +52,7 @@ class AgentGRPOConfig(GRPOConfig):
     ]
 
     max_turns: int = field(default=16, metadata={"help": "Assistant turns of a trajectory."})
-    max_new_tokens_per_turn: int | None = field(
+    max_new_tokens: int | None = field(
         default=None, metadata={"help": "Sampled tokens of one turn."}
     )
     max_tool_result_tokens: int | None = field(
@@ -66,9 +66,7 @@ class AgentGRPOConfig(GRPOConfig):
     tool_timeout_s: float | None = field(
         default=30.0, metadata={"help": "Seconds for one tool call."}
     )
-    trajectory_timeout_s: float | None = field(
-        default=None, metadata={"help": "Seconds for one trajectory."}
-    )
+    deadline_s: float | None = field(default=None, metadata={"help": "Seconds for one trajectory."})
     thinking_ratio: float | None = field(
         default=None,
         metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
@@ -105,11 +103,11 @@ class AgentGRPOConfig(GRPOConfig):
         """The limits of every trajectory."""
         return Limits(
             max_turns=self.max_turns,
-            max_new_tokens=self.max_new_tokens_per_turn,
+            max_new_tokens=self.max_new_tokens,
             max_completion_tokens=self.max_completion_length,
             max_tool_rounds=self.max_tool_calling_iterations,
             max_invalid_calls=self.max_invalid_calls,
             max_tool_result_tokens=self.max_tool_result_tokens,
             tool_timeout_s=self.tool_timeout_s,
-            deadline_s=self.trajectory_timeout_s,
+            deadline_s=self.deadline_s,
         )

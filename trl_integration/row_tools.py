@@ -18,11 +18,16 @@ def select_tools(column: Any, tools: Mapping[str, Tool]) -> list[Tool]:
         tools: the trainer's tools by name.
 
     Raises:
-        ToolDefinitionError: a name that the trainer has no function for.
+        ToolDefinitionError: a name that the trainer has no function for, or text that is no JSON.
     """
     if column is None:
         return list(tools.values())
-    entries = json.loads(column) if isinstance(column, str) else column
+    try:
+        entries = json.loads(column) if isinstance(column, str) else column
+    except ValueError as error:
+        raise ToolDefinitionError(
+            f"A row's `tools` column is no JSON: {error}. It was {column!r}."
+        ) from error
     return [_tool_of(entry, tools) for entry in entries]
 
 

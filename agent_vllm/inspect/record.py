@@ -26,6 +26,8 @@ class RolloutRecorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # a lone surrogate, which a model can write in a call, becomes JSON's own escape
         self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        if _ends_inside_a_line(self.path):  # of a run that was killed
+            self._file.write("\n")
 
     def write(self, trajectory: Trajectory, **extra: Any) -> None:
         """One line: the schema version, `extra` (step, reward, ...), and all of the trajectory."""
@@ -41,6 +43,14 @@ class RolloutRecorder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
