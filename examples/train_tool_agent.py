@@ -59,7 +59,9 @@ class ScriptArguments:
             "choices": ["shuffled-advantages"],
         },
     )
-    num_eval_tasks: int = field(default=200, metadata={"help": "Held-out tasks, before and after."})
+    num_eval_tasks: int | None = field(
+        default=None, metadata={"help": "Held-out tasks, before and after; 200, of `bfcl` 20."}
+    )
     compare_with: str | None = field(
         default=None, metadata={"help": "`summary.json` of another run, for the table at the end."}
     )
@@ -85,7 +87,7 @@ class Job:
         return self.tools(row) if callable(self.tools) else self.tools
 
 
-def tiny_job(num_eval_tasks: int) -> Job:
+def tiny_job(num_eval_tasks: int = 200) -> Job:
     """Calculator, weather, prices and small talk; what is held out says `tiny_tasks.make_tasks`."""
     import tiny_tasks
 
@@ -108,7 +110,7 @@ def tiny_job(num_eval_tasks: int) -> Job:
     )
 
 
-def bfcl_job(num_eval_tasks: int) -> Job:
+def bfcl_job(num_eval_tasks: int = 20) -> Job:
     """Single calls of the Berkeley Function Calling Leaderboard; each row has its own functions."""
     import bfcl
 
@@ -125,7 +127,7 @@ def bfcl_job(num_eval_tasks: int) -> Job:
             "learning_rate": 2e-6,
             "per_device_train_batch_size": 8,
             "num_generations": 8,
-            "max_completion_length": 160,
+            "max_completion_length": 128,
             "max_turns": 2,
             "bf16": torch.cuda.is_available(),
             "gradient_checkpointing": torch.cuda.is_available(),
@@ -133,7 +135,7 @@ def bfcl_job(num_eval_tasks: int) -> Job:
     )
 
 
-JOBS: dict[str, Callable[[int], Job]] = {"tiny": tiny_job, "bfcl": bfcl_job}
+JOBS: dict[str, Callable[..., Job]] = {"tiny": tiny_job, "bfcl": bfcl_job}
 
 
 def model_folder(name: str, warm_start: bool) -> str:
@@ -325,7 +327,7 @@ def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
 
 def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
     script = TrlParser(ScriptArguments).parse_args_and_config(return_remaining_strings=True)[0]
-    job = JOBS[script.data](script.num_eval_tasks)
+    job = JOBS[script.data](*filter(None, [script.num_eval_tasks]))
     parser = TrlParser((ScriptArguments, AgentGRPOConfig))
     parser.set_defaults(
         **{

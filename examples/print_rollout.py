@@ -1,0 +1,76 @@
+"""Print recorded rollouts token by token: sampled ones on green, observed ones grey.
+
+python examples/print_rollout.py runs/tiny-agent/rollouts.jsonl runs/tiny-agent/final --num 3
+python examples/print_rollout.py ... --svg docs/rollout.svg
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agent_vllm.inspect import read_rollouts
+
+# Plain SVG: rich's own template loads fonts from the network.
+SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px;
+line-height: {line_height}px; }} {styles}</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
+{lines}</defs>
+<rect width="{width}" height="{height}" rx="8" fill="#16191d"/>
+<g transform="translate(12, 12)" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
+</svg>
+"""
+
+
+def coloured(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The whole sequence; the brighter the green, the less likely the sampled token was."""
+    text = Text()
+    for token in record["prompt_ids"]:
+        text.append(tokenizer.decode([token]), style="grey50")
+    columns = (record["completion_ids"], record["completion_mask"], record["logprobs"])
+    for token, sampled, logprob in zip(*columns, strict=True):
+        green = int(90 + 130 * (1 - math.exp(logprob)))
+        style = f"white on rgb(20,{green},60)" if sampled else "grey70"
+        text.append(tokenizer.decode([token]), style=style)
+    return text
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    sampled, total = sum(record["completion_mask"]), len(record["completion_ids"])
+    rewards = ", ".join(f"{name} {value:g}" for name, value in record["rewards"].items())
+    return (
+        f"step {record['step']}, {record['stop_reason']}, {rewards}, "
+        f"advantage {record['advantage']:+.2f}, {sampled}/{total} tokens sampled"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rollouts", type=Path)
+    parser.add_argument("tokenizer", help="path or id")
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--num", type=int, default=1)
+    parser.add_argument("--svg", type=Path)
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    console = Console(record=arguments.svg is not None, width=92, highlight=False)
+    records = read_rollouts(arguments.rollouts)
+    stop = arguments.skip + arguments.num
+    for record in itertools.islice(records, arguments.skip, stop):
+        console.print(coloured(record, tokenizer))
+        console.print(summary(record), style="bold")
+    if arguments.svg is not None:
+        console.save_svg(str(arguments.svg), title="", code_format=SVG)
+
+
+if __name__ == "__main__":
+    main()
