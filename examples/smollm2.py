@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from cache import made_once
+from hermes import RESPONSE_TEMPLATE
 from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -68,22 +69,6 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-
-# The template read backwards, for `tokenizer.parse_response`.
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
 
 
 def smollm2_path() -> Path:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from cache import made_once
+from hermes import RESPONSE_TEMPLATE
 from tiny_tasks import (
     BUILDERS,
     CITIES,
@@ -85,22 +86,6 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-
-# The template read backwards, for `tokenizer.parse_response`.
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,7 +125,8 @@ def bfcl_job(num_eval_tasks: int = 20) -> Job:
         defaults={
             "output_dir": "runs/bfcl",
             "learning_rate": 2e-6,
-            "per_device_train_batch_size": 8,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
             "num_generations": 8,
             "max_completion_length": 128,
             "max_turns": 2,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
 from agent_vllm.engines import vllm_engine as vllm_module
+from agent_vllm.engines.vllm_process import VLLMStepper
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,
@@ -387,12 +388,12 @@ def test_vllm_leaves_the_host_process_as_it_was(agent):
 def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
     """A tied head that stays old, as when the alias is left out, is noticed at once."""
     model, tokenizer = agent
-    reload = vllm_module._VLLMStepper.reload
+    reload = VLLMStepper.reload
 
     def without_alias(self, weights):
         reload(self, {k: v for k, v in weights.items() if k != "lm_head.weight"})
 
-    monkeypatch.setattr(vllm_module._VLLMStepper, "reload", without_alias)
+    monkeypatch.setattr(VLLMStepper, "reload", without_alias)
     with pytest.raises(WeightSyncError, match="away from the learner's"):
         VLLMRolloutEngine(model, tokenizer)
 

