@@ -52,6 +52,9 @@ _MAX_DIGITS = 30  # keeps repeated multiplication from filling the memory
 # ---- tools ----
 
 
+_ARITHMETIC = re.compile(r"[\d\s()*+-]+", re.ASCII)
+
+
 def calculator(expression: str) -> str:
     """Works out an expression of integers.
 
@@ -59,6 +62,8 @@ def calculator(expression: str) -> str:
         expression: Integers with +, -, * and parentheses, for example "12 + 3 * 4".
     """
     try:
+        if not _ARITHMETIC.fullmatch(expression):
+            raise ValueError
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{expression!r} is not an arithmetic expression.") from None

@@ -98,8 +98,8 @@ def tiny_job(num_eval_tasks: int = 200) -> Job:
         rewards=[tiny_tasks.correct_reward, tiny_tasks.format_reward],
         defaults={
             "output_dir": "runs/tiny-agent",
-            "max_steps": 30,
-            "learning_rate": 5e-4,
+            "max_steps": 40,
+            "learning_rate": 2e-3,
             "per_device_train_batch_size": 128,
             "num_generations": 8,
             "max_completion_length": 160,
@@ -336,6 +336,7 @@ def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
             "save_steps": 20,
             "save_total_limit": 2,
             "report_to": "none",
+            "dataloader_pin_memory": torch.cuda.is_available(),
             "record_rollouts": True,
             **job.defaults,
         }
