@@ -103,11 +103,8 @@ class StepDriver:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join()
-        self._answer(
-            [(request, EngineError("The engine is closed.")) for request in list(self._waiting)]
-        )
 
     def _wake(self) -> None:
         with self._changed:
@@ -119,14 +116,19 @@ class StepDriver:
             self._thread.start()
 
     def _run(self) -> None:
+        failure = EngineError("The engine is closed.")
         try:
             self._drive()
-        except BaseException as error:  # nobody may wait for a thread that is gone
+        except BaseException as error:
+            failure = EngineError(f"The engine's thread ended: {type(error).__name__}: {error}")
+            raise
+        finally:  # nobody may wait for a thread that is gone
             with self._changed:
                 self._closed = True
-            failure = EngineError(f"The engine's thread ended: {type(error).__name__}: {error}")
+                errands = self._errands
+            for _, errand in errands:
+                errand.set_exception(failure)
             self._answer([(request, failure) for request in list(self._waiting)])
-            raise
 
     def _drive(self) -> None:
         in_engine: set[GenerationRequest] = set()
