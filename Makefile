@@ -19,6 +19,7 @@ ARGS ?=
 
 .PHONY: train test lint lock install clean
 
+train: export OMP_NUM_THREADS ?= 1
 train: install
 	$(TRAIN) $(ARGS)
 	$(TRAIN) $(ARGS) --control shuffled-advantages --output-dir runs/tiny-agent-control \

@@ -98,8 +98,8 @@ def tiny_job(num_eval_tasks: int = 200) -> Job:
         rewards=[tiny_tasks.correct_reward, tiny_tasks.format_reward],
         defaults={
             "output_dir": "runs/tiny-agent",
-            "max_steps": 40,
-            "learning_rate": 2e-3,
+            "max_steps": 50,
+            "learning_rate": 3e-4,
             "per_device_train_batch_size": 128,
             "num_generations": 8,
             "max_completion_length": 160,
