@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
+from fakes import call
 from tiny_tasks import (
     SMALL_KINDS,
     calculator,
@@ -24,6 +25,7 @@ from agent_vllm import StopReason, TorchRolloutEngine, collate
 from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionError
 from agent_vllm.inspect import read_rollouts
 from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 TOOLS = [calculator, get_weather, get_price]
@@ -395,6 +397,42 @@ def test_tools_can_be_a_function_of_the_row(make_trainer):
     trainer._generate_and_score_completions([dict(row) for row in rows(4)])
     prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("get_price" in p and "calculator" not in p for p in prompts)
+
+
+class Shop:
+    """An environment as TRL documents them: reset, public methods as tools, its own reward."""
+
+    def reset(self, answer, **row):
+        self.asked = []
+        return f" TASK-7 {answer}"
+
+    def get_price(self, item: str) -> str:
+        """Looks up a price.
+
+        Args:
+            item: The item's name.
+        """
+        self.asked.append(item)
+        return "7"
+
+    def get_reward(self):
+        return float(len(self.asked))
+
+
+def test_b26_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, agent):
+    def script(request):
+        is_answered = "tool\n7" in engine.tokenizer.decode(request.prompt_ids)
+        return engine.encode_turn("It costs 7." if is_answered else call("get_price", item="lamp"))
+
+    engine = ScriptedRolloutEngine(agent[1], script)
+    trainer = make_trainer(engine, tools=None, reward_funcs=None, environment_factory=Shop)
+    data = Dataset.from_list(make_tasks("train", 2, kinds=("price",)))
+    trainer._generate_and_score_completions([row for row in data for _ in range(4)])
+    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    assert all("TASK-7" in prompt and "get_price" in prompt for prompt in prompts)
+    assert [environment.asked for environment in trainer.environments] == [["lamp"]] * 8
+    assert trainer._rewards.tolist() == [[1.0]] * 8
+    assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
 
 
 def test_b23_f05_the_dataset_is_not_written_to(make_trainer):
