@@ -7,6 +7,7 @@ from agent_vllm.engines import (
     RolloutResult,
     TorchRolloutEngine,
     VLLMRolloutEngine,
+    VLLMServerRolloutEngine,
     create_rollout_engine,
 )
 from agent_vllm.rollout import (
@@ -43,6 +44,7 @@ __all__ = [
     "TrainingBatch",
     "Trajectory",
     "VLLMRolloutEngine",
+    "VLLMServerRolloutEngine",
     "collate",
     "create_rollout_engine",
     "rollout_batch",

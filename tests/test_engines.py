@@ -333,8 +333,13 @@ def test_a_closed_engine_says_so(agent):
 
 
 def test_an_unknown_engine_is_refused_by_name(agent):
-    with pytest.raises(ValueError, match=r"must be one of \['torch', 'vllm'\], got 'sglang'"):
+    with pytest.raises(ValueError, match=r"must be one of .*'torch', 'vllm'.*, got 'sglang'"):
         create_rollout_engine("sglang", *agent)
+
+
+def test_the_server_engine_is_refused_with_what_to_use(agent):
+    with pytest.raises(EngineUnavailableError, match="not supported yet"):
+        create_rollout_engine("vllm-server", *agent)
 
 
 def test_without_vllm_the_error_names_the_extra(agent, monkeypatch):

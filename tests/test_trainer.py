@@ -549,7 +549,7 @@ def tool_without_docstring(x: int) -> int:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"engine": "sglang"}, ValueError, "`rollout_engine` must be 'vllm', 'torch'"),
+        ({"engine": "sglang"}, ValueError, "`rollout_engine` must be one of"),
         (
             {"train_dataset": Dataset.from_dict({"prompt": []})},
             ValueError,

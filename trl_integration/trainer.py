@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
-from agent_vllm.engines import RolloutEngine, create_rollout_engine
+from agent_vllm.engines import ENGINE_NAMES, RolloutEngine, create_rollout_engine
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress, RolloutRecorder
 from agent_vllm.rollout import RolloutStatus, rollout_batch
@@ -351,9 +351,9 @@ def _check_arguments(
             f"`args` must be an `AgentGRPOConfig`, got {type(args).__name__}. It takes every "
             "argument of `GRPOConfig`: change the class name."
         )
-    if not isinstance(rollout_engine, RolloutEngine) and rollout_engine not in ("vllm", "torch"):
+    if not isinstance(rollout_engine, RolloutEngine) and rollout_engine not in ENGINE_NAMES:
         raise ValueError(
-            "`rollout_engine` must be 'vllm', 'torch' or a `RolloutEngine`, got "
+            f"`rollout_engine` must be one of {ENGINE_NAMES} or a `RolloutEngine`, got "
             f"{rollout_engine!r}."
         )
     if kwargs.get("rollout_func") is not None:

@@ -1,26 +1,32 @@
 """Engines: who turns ids into ids. `create_rollout_engine` picks one by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import RolloutEngine, RolloutResult
+from agent_vllm.engines.server_engine import VLLMServerRolloutEngine
 from agent_vllm.engines.torch_engine import TorchRolloutEngine
 from agent_vllm.engines.vllm_engine import VLLMRolloutEngine
 
 __all__ = [
+    "ENGINE_NAMES",
     "RolloutEngine",
     "RolloutResult",
     "TorchRolloutEngine",
     "VLLMRolloutEngine",
+    "VLLMServerRolloutEngine",
     "create_rollout_engine",
 ]
 
-_ENGINES: dict[str, type[TorchRolloutEngine] | type[VLLMRolloutEngine]] = {
+_ENGINES: dict[str, Callable[..., RolloutEngine]] = {
     "torch": TorchRolloutEngine,
     "vllm": VLLMRolloutEngine,
+    "vllm-server": VLLMServerRolloutEngine,
 }
+ENGINE_NAMES = tuple(_ENGINES)
 
 
 def create_rollout_engine(
@@ -32,8 +38,9 @@ def create_rollout_engine(
     """The engine of that name, `"torch"` or `"vllm"`; `options` are its own keyword arguments.
 
     Raises:
+        EngineUnavailableError: `"vllm-server"`, which is not supported yet.
         ValueError: no engine has that name.
     """
     if name not in _ENGINES:
-        raise ValueError(f"`rollout_engine` must be one of {sorted(_ENGINES)}, got {name!r}.")
+        raise ValueError(f"`rollout_engine` must be one of {ENGINE_NAMES}, got {name!r}.")
     return _ENGINES[name](model, tokenizer, **options)
