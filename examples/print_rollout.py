@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    console = Console(record=arguments.svg is not None, width=92, highlight=False)
+    console = Console(record=arguments.svg is not None, width=100, highlight=False)
     records = read_rollouts(arguments.rollouts)
     stop = arguments.skip + arguments.num
     for record in itertools.islice(records, arguments.skip, stop):
