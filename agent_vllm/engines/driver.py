@@ -62,7 +62,6 @@ class StepDriver:
                 raise EngineError("The engine is closed.")
             self._waiting[request] = future
             self._incoming.append(request)
-            self._start_thread()
         # Woken once all coroutines that are ready now have submitted: one batch, not one each.
         loop.call_soon(self._wake)
         try:
@@ -108,6 +107,7 @@ class StepDriver:
 
     def _wake(self) -> None:
         with self._changed:
+            self._start_thread()
             self._changed.notify()
 
     def _start_thread(self) -> None:
