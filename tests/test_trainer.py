@@ -471,7 +471,10 @@ def test_f13_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert len(rollouts("again")) == 16
     gap = next(log for log in resumed.state.log_history if log["step"] == 3)
     assert gap["sampling/logprob_gap/max"] <= GAP  # D18: not the base weights
-    assert torch.equal(parameters(resumed.model), parameters(whole.model))
+    # who shares a batch depends on how fast tools are, and the last bit of a logprob on that
+    torch.testing.assert_close(
+        parameters(resumed.model), parameters(whole.model), atol=1e-5, rtol=0
+    )
 
 
 def test_c13_two_seeds_sample_differently_and_one_seed_repeats(make_trainer, agent_path, tmp_path):

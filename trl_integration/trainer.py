@@ -119,6 +119,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         self.rollout_engine = self._build_engine(rollout_engine)
         self._engine_is_current = False
         self._gap = GapMeter()
+        self._rollouts_at: dict[tuple[str, int], int] = {}  # how many at this mode and step
         self._recorder = self._open_record()
         self.add_callback(_SyncCallback(self))
 
@@ -168,7 +169,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if not self._engine_is_current:
             self.sync_engine()
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         status = RolloutStatus()
         is_shown = self.args.rollout_progress and self.accelerator.is_main_process
         title = f"{mode} rollout at step {self.state.global_step}"
@@ -231,7 +232,6 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
-        mode = "train" if self.model.training else "eval"
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         gap = self._gap.measure(
             self.rollout_engine.policy_version,
@@ -241,10 +241,14 @@ class AgentGRPOTrainer(GRPOTrainer):
             self.accelerator,
         )
         for name, value in gap.items():
-            self._metrics[mode][name].append(value)
+            self._metrics[self._mode][name].append(value)
         return loss
 
     # ---- parts ----
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
     def _build_engine(self, engine: str | RolloutEngine) -> RolloutEngine:
         if isinstance(engine, RolloutEngine):
@@ -279,7 +283,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _rollout_seed(self, mode: str) -> int:
         """Differs by rank, step and rollout; a resumed run goes on with the seeds it would have had."""
         key = (mode, self.state.global_step)
-        self._rollouts_at = {key: getattr(self, "_rollouts_at", {}).get(key, -1) + 1}
+        self._rollouts_at = {key: self._rollouts_at.get(key, -1) + 1}
         text = f"{self.args.seed}/{self.accelerator.process_index}/{key}/{self._rollouts_at[key]}"
         return random.Random(text).getrandbits(63)
 
@@ -318,7 +322,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             self._recorder.write(
                 trajectory,
                 step=self.state.global_step,
-                mode="train" if self.model.training else "eval",
+                mode=self._mode,
                 rewards=dict(zip(self.reward_func_names, rewards, strict=True)),
                 advantage=advantage,
             )
