@@ -473,7 +473,7 @@ def test_f13_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert gap["sampling/logprob_gap/max"] <= GAP  # D18: not the base weights
     # who shares a batch depends on how fast tools are, and the last bit of a logprob on that
     torch.testing.assert_close(
-        parameters(resumed.model), parameters(whole.model), atol=1e-5, rtol=0
+        parameters(resumed.model), parameters(whole.model), atol=1e-4, rtol=0
     )
 
 
