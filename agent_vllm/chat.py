@@ -145,7 +145,10 @@ class ChatFormat:
             token_ids: as sampled, with the end token if there was one.
             prompt_ids: what they followed; tells whether the turn starts inside a thinking block.
         """
-        text = self.decode_turn(token_ids)
+        return self.parse_text(self.decode_turn(token_ids), prompt_ids)
+
+    def parse_text(self, text: str, prompt_ids: Sequence[int] = ()) -> ParsedTurn:
+        """`parse` for a turn that is decoded already."""
         header = self._decode(prompt_ids[-8:])
         return self.parser(text, header.rstrip().endswith("<think>"))
 
@@ -255,11 +258,7 @@ def _extendable_template(tokenizer: PreTrainedTokenizerBase, template: str) -> s
         supports_tool_calling,
     )
 
-    try:
-        supported = supports_tool_calling(tokenizer)
-    except jinja2.TemplateError as error:
-        raise ChatTemplateError(f"The chat template has an error: {error}") from error
-    if not supported:
+    if not supports_tool_calling(tokenizer):
         raise ChatTemplateError(
             f"The chat template of {tokenizer.name_or_path!r} does not support tools: rendering a "
             "user turn, an assistant turn with `tool_calls` and a tool turn fails or loses a part. "

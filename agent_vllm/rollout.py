@@ -268,8 +268,11 @@ class _Episode:
         used = len(self.ids) - len(self.prompt_ids)
         return self._context_left() if limit is None else limit - used
 
+    def _room(self) -> int:
+        return min(self._completion_left(), self._context_left())
+
     def _turn_budget(self) -> int:
-        room = min(self._completion_left(), self._context_left())
+        room = self._room()
         return room if self.limits.max_new_tokens is None else min(self.limits.max_new_tokens, room)
 
     def _what_cut(self, budget: int) -> StopReason:
@@ -302,8 +305,8 @@ class _Episode:
         return completion
 
     def _append_turn(self, completion: Completion) -> ParsedTurn:
-        turn = self.chat.parse(completion.token_ids, self.ids)
         text = self.chat.decode_turn(completion.token_ids)
+        turn = self.chat.parse_text(text, self.ids)
         if completion.finish_reason == "length" and turn.calls:  # nothing of a cut turn is run
             turn = ParsedTurn(message={"role": "assistant", "content": text}, calls=[])
         self.segments.append(
@@ -358,7 +361,7 @@ class _Episode:
         self, results: list[ToolResult], *, is_last: bool
     ) -> tuple[list[int] | None, list[ToolResult]]:
         """The suffix that leaves room for a next token, and the results as it shows them."""
-        room = min(self._completion_left(), self._context_left()) - (0 if is_last else 1)
+        room = self._room() - (0 if is_last else 1)
         if self.limits.max_tool_result_tokens is not None:
             results = self._truncate(results, self.limits.max_tool_result_tokens)
         suffix_ids = self._suffix_ids(results, is_last)

@@ -208,8 +208,7 @@ def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> A
 
 
 def evaluate(trainer: AgentGRPOTrainer, job: Job, temperature: float) -> dict[str, float]:
-    """One trajectory for each held-out task, with the learner's current weights."""
-    trainer.sync_engine()
+    """One trajectory for each held-out task, with the weights that the engine holds."""
     rows = job.test_rows
     trajectories = rollout_batch(
         trainer.rollout_engine,
@@ -238,6 +237,7 @@ def well_formed_share(trajectories: Sequence[Trajectory]) -> float:
 
 
 def evaluate_both(trainer: AgentGRPOTrainer, job: Job) -> dict[str, Any]:
+    trainer.sync_engine()
     return {**evaluate(trainer, job, 1.0), "greedy": evaluate(trainer, job, 0.0)}
 
 

@@ -17,7 +17,6 @@ _COLUMNS = (
     "model_s",
     "tool_s",
     "truncated",
-    "unfinished",
 )
 
 
@@ -64,7 +63,6 @@ def _row(trajectory: Trajectory) -> list[float]:
         trajectory.seconds("model"),
         trajectory.seconds("tool"),
         trajectory.stop_reason.is_truncated,
-        trajectory.unfinished,
     ]
 
 

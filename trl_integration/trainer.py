@@ -160,7 +160,8 @@ class AgentGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
-        trained = [not self._is_left_out(trajectory) for trajectory in self.trajectories]
+        mask_truncated = self.args.mask_truncated_completions
+        trained = [not is_left_out(t, mask_truncated) for t in self.trajectories]
         mask = torch.tensor(trained, device=output["completion_mask"].device).long()
         output["completion_mask"] = output["completion_mask"] * mask[:, None]
         self._record(output["advantages"])
@@ -286,9 +287,6 @@ class AgentGRPOTrainer(GRPOTrainer):
         self._rollouts_at = {key: self._rollouts_at.get(key, -1) + 1}
         text = f"{self.args.seed}/{self.accelerator.process_index}/{key}/{self._rollouts_at[key]}"
         return random.Random(text).getrandbits(63)
-
-    def _is_left_out(self, trajectory: Trajectory) -> bool:
-        return is_left_out(trajectory, self.args.mask_truncated_completions)
 
     def _check_engine_answered(self) -> None:
         """An engine that answered nobody is dead; going on would train on nothing."""

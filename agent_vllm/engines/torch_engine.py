@@ -29,8 +29,8 @@ from transformers.generation.logits_process import (
 from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import StepDriver
-from agent_vllm.engines.models import context_length, end_token_ids, evaluating, vocabulary_size
-from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
+from agent_vllm.engines.models import context_length, evaluating, model_source
+from agent_vllm.engines.weight_sync import check_weights, named_weights
 from agent_vllm.logprobs import gather_logprobs
 from agent_vllm.types import Completion
 
@@ -68,16 +68,15 @@ class TorchRolloutEngine(RolloutEngine):
         if isinstance(model, str | Path):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model)
-        if tokenizer is None:
-            raise ValueError("`tokenizer` must be given with a model object, got None.")
+        source = model_source(model, tokenizer)
         super().__init__(
-            tokenizer=tokenizer,
-            vocab_size=vocabulary_size(model),
-            max_model_len=max_model_len or context_length(model.config),
-            eos_token_ids=end_token_ids(model, tokenizer),
+            tokenizer=source.tokenizer,
+            vocab_size=source.vocab_size,
+            max_model_len=max_model_len or context_length(source.config),
+            eos_token_ids=source.eos_token_ids,
             seed=seed,
         )
-        self._shapes = weight_shapes(model)
+        self._shapes = source.shapes
         self._batch = _WholeBatches(model, self.eos_token_ids, max_batch_size)
         self._driver = StepDriver("torch rollout engine")
         self._driver.attach(self._batch)
