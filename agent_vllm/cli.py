@@ -22,4 +22,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     return args.run(args)
-
