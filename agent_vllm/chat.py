@@ -1,31 +1,48 @@
-"""Conversations to token ids, and sampled ids back to a message. Owns the chat template.
+"""Conversations to token ids, and sampled ids back to a message.
 
-Invariant: ids that were sampled are never decoded and encoded again. The next prompt is all ids so
-far plus `suffix_ids`, which are found by construction from the template and hold only what the
-template and the tools wrote.
+Owns the way between text and ids; the template's text comes from `chat_template`, the reading of
+turns from `parsing`. Invariant: ids that were sampled are never decoded and encoded again. The next
+prompt is all ids so far plus `suffix_ids`, which hold only what the template and the tools wrote.
 """
 
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 
+from agent_vllm.chat_template import NOT_EXTENDABLE, ChatTemplate, choose_template
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.parsing import parse_hermes
+from agent_vllm.parsing import (
+    ResponseParser,
+    SampledTurn,
+    find_parser,
+    named_parser,
+    parse_hermes,
+    safely,
+)
 from agent_vllm.tools import Tool
-from agent_vllm.types import Messages, ParsedTurn, ToolResult
+from agent_vllm.types import Messages, ParsedTurn, ToolCall, ToolResult
 
-_THINKING_SWITCHES = ("enable_thinking", "open_thinking", "thinking")
 _TRUNCATION_MARK = "\n[... {num_cut} tokens cut]"
-
-ResponseParser = Callable[[str, bool], ParsedTurn]
-"""Reads one assistant turn: its text without the end token, and whether it starts inside a thinking
-block. Must return a value for any text, however malformed."""
+_HEADER_TOKENS = 64  # enough of a prompt to show the header of the turn that it opens
+_SEAM = "\ufdd0"  # a noncharacter: text is encoded apart on its two sides
+_PROBE_CALL = ToolCall(name="get_weather", arguments={"city": "Oslo"})
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE_CALL.name,
+        "description": "Tell the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+_PROBE_RESULTS = [
+    ToolResult(name=name, content=content, status="ok")
+    for name, content in [(_PROBE_CALL.name, "12 degrees"), ("get_time", "noon")]
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,19 +52,27 @@ class ChatFormat:
     Build it with `ChatFormat.from_tokenizer`, which checks the template.
 
     Attributes:
-        chat_template: the Jinja text in use.
-        template_kwargs: passed to every render; `with_thinking` sets the thinking switch in it.
-        thinking_switch: the template's own name for it, None where it has none.
-        end_token_ids: ids that end an assistant turn; the first is the one the template writes.
+        template: the chat template in use, with its arguments.
+        end_token_ids: ids that end an assistant turn: the tokenizer's end of sequence, further ones
+            that were given, and those that the template itself writes.
+        turn_end_id: the one that the template writes after a turn with calls; None where it writes
+            none.
+        after_turn_end: what the template writes behind it, such as a newline; None where the end is
+            written with the message that follows.
+        call_mark: a control token that only turns with calls have, as text; empty where there is
+            none.
         parser: reads assistant turns.
+        escape_tool_results: control tokens' text inside tool results stays text.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    chat_template: str
-    template_kwargs: Mapping[str, Any]
-    thinking_switch: str | None
+    template: ChatTemplate
     end_token_ids: tuple[int, ...]
+    turn_end_id: int | None = None
+    after_turn_end: str | None = ""
+    call_mark: str = ""
     parser: ResponseParser = parse_hermes
+    escape_tool_results: bool = True
 
     @classmethod
     def from_tokenizer(
@@ -56,10 +81,11 @@ class ChatFormat:
         *,
         eos_token_ids: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
-        parser: ResponseParser = parse_hermes,
+        parser: ResponseParser | str | None = None,
         needs_tools: bool = True,
+        escape_tool_results: bool = True,
     ) -> "ChatFormat":
-        """Check the template at token level and settle which one is used.
+        """Check the template at token level and settle which one is used, and what reads turns.
 
         A template that rewrites earlier turns is replaced by TRL's training variant where TRL ships
         one (https://huggingface.co/docs/trl/main/en/chat_templates).
@@ -68,28 +94,44 @@ class ChatFormat:
             eos_token_ids: further ids that end a turn, as `generation_config.eos_token_id` lists
                 them.
             template_kwargs: fixed arguments for every render.
-            parser: reads assistant turns; the default knows the Hermes form that Qwen and many
-                others use, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+            parser: reads assistant turns: a callable from `SampledTurn` to `ParsedTurn`, or a name
+                (see `agent_vllm.parsing.named_parser`). By default the first that reads a call as
+                this template writes it.
             needs_tools: False skips the checks that only tool turns need.
+            escape_tool_results: False lets control tokens inside tool results be control tokens.
 
         Raises:
-            ChatTemplateError: no template, none that supports tools, or one that can't be extended.
+            ChatTemplateError: no template, none that supports tools, one that can't be extended, or
+                one whose calls no known parser reads.
+            ValueError: no parser has this name.
         """
-        template = _template_text(tokenizer)
-        thinking_switch = _find_thinking_switch(template)
-        if needs_tools:
-            template = _extendable_template(tokenizer, template)
+        template = choose_template(tokenizer, template_kwargs or {}, needs_tools=needs_tools)
         chat = cls(
             tokenizer=tokenizer,
-            chat_template=template,
-            template_kwargs=dict(template_kwargs or {}),
-            thinking_switch=thinking_switch,
-            end_token_ids=_end_token_ids(tokenizer, eos_token_ids),
-            parser=parser,
+            template=template,
+            end_token_ids=_known_ends(tokenizer, eos_token_ids),
+            escape_tool_results=escape_tool_results,
         )
+        if isinstance(parser, str):
+            parser = named_parser(parser, tokenizer)
+        if parser is not None:
+            chat = dataclasses.replace(chat, parser=safely(parser))
         if needs_tools:
-            chat._check_suffix()
+            chat = chat._with_turn_ends()
+            chat._check_ids()
+            if parser is None:
+                chat = chat._with_found_parser()
         return chat
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text in use."""
+        return self.template.text
+
+    @property
+    def thinking_switch(self) -> str | None:
+        """The template's own name for its thinking switch; None where it has none."""
+        return self.template.thinking_switch
 
     def with_thinking(self, thinking: bool) -> "ChatFormat":
         """The same format with the template's thinking switch set, for every render.
@@ -97,17 +139,13 @@ class ChatFormat:
         Raises:
             ChatTemplateError: the template has no switch.
         """
-        if self.thinking_switch is None:
-            raise ChatTemplateError(
-                "The chat template has no thinking switch (looked for "
-                f"{', '.join(_THINKING_SWITCHES)}). Leave `thinking_ratio` unset."
-            )
-        kwargs = {**self.template_kwargs, self.thinking_switch: thinking}
-        return dataclasses.replace(self, template_kwargs=kwargs)
+        return dataclasses.replace(self, template=self.template.with_switch(thinking))
+
+    # ---- conversations to ids ----
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of a conversation that waits for the assistant: `[P]`."""
-        return self._encode(self._render(messages, tools, add_generation_prompt=True))
+        return self._encode(self.template.render(messages, tools, add_generation_prompt=True))
 
     def suffix_ids(
         self,
@@ -129,28 +167,63 @@ class ChatFormat:
         Raises:
             ChatTemplateError: the render with the results doesn't extend the one without them.
         """
-        before, after = self._renders_around(results, tools, add_generation_prompt)
-        prefix, full = self._encode(before), self._encode(after)
-        cut = self._turn_end(prefix)
-        if full[:cut] != prefix[:cut]:
-            raise ChatTemplateError(_NOT_EXTENDABLE.format(reason="a tool turn changes them"))
-        if last_token_id != prefix[cut - 1] and prefix[cut - 1] in self.end_token_ids:
-            cut -= 1
-        return full[cut:]
+        if self.escape_tool_results:
+            results = [dataclasses.replace(r, content=self._escape(r.content)) for r in results]
+        added = self.template.after_tool_turn(
+            results, tools, add_generation_prompt=add_generation_prompt
+        )
+        if self.turn_end_id is None:
+            return self._encode_added(self.template.tool_turn(results, tools), added)
+        if self.after_turn_end is not None:
+            added = self._decode([self.turn_end_id]) + self.after_turn_end + added
+        ids = self._encode(added)
+        return ids[1:] if last_token_id == self.turn_end_id else ids
 
-    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> ParsedTurn:
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The text's beginning in at most `max_tokens` tokens, marked if anything was cut."""
+        ids = self._encode_data(text)
+        if len(ids) <= max_tokens:
+            return text
+        mark = _TRUNCATION_MARK.format(num_cut=len(ids))
+        kept = max(max_tokens - len(self._encode(mark)), 0)
+        mark = _TRUNCATION_MARK.format(num_cut=len(ids) - kept)
+        return self._decode(ids[:kept]).rstrip("�") + mark
+
+    # ---- sampled ids to messages ----
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[Tool] = (),
+        *,
+        is_cut: bool = False,
+    ) -> ParsedTurn:
         """One sampled turn as a message and its calls. Any ids give a value, never an error.
 
         Args:
             token_ids: as sampled, with the end token if there was one.
             prompt_ids: what they followed; tells whether the turn starts inside a thinking block.
+            tools: the row's tools; some families write values whose type only the schema tells.
+            is_cut: the turn ran into a limit. Nothing in it is a call.
         """
-        return self.parse_text(self.decode_turn(token_ids), prompt_ids)
-
-    def parse_text(self, text: str, prompt_ids: Sequence[int] = ()) -> ParsedTurn:
-        """`parse` for a turn that is decoded already."""
-        header = self._decode(prompt_ids[-8:])
-        return self.parser(text, header.rstrip().endswith("<think>"))
+        text = self.decode_turn(token_ids)
+        turn = SampledTurn(
+            text=text,
+            prefix=self._decode(prompt_ids[-_HEADER_TOKENS:]),
+            end="" if is_cut else self._end_text(token_ids),
+            tools=[tool.schema for tool in tools],
+        )
+        parsed = self.parser(turn)
+        if is_cut and parsed.calls:
+            return ParsedTurn(message={"role": "assistant", "content": text}, calls=[])
+        if not parsed.calls and self.call_mark and self.call_mark in parsed.message["content"]:
+            error = f"The turn has {self.call_mark} but no call that can be read."
+            return ParsedTurn(
+                message=parsed.message,
+                calls=[ToolCall(name="unknown", arguments=None, error=error)],
+            )
+        return parsed
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """The turn's text without its end token, special tokens kept (tags can be special)."""
@@ -159,56 +232,137 @@ class ChatFormat:
             ids.pop()
         return self._decode(ids)
 
-    def truncate(self, text: str, max_tokens: int) -> str:
-        """The text's beginning in at most `max_tokens` tokens, marked if anything was cut."""
-        ids = self._encode(text)
-        if len(ids) <= max_tokens:
-            return text
-        mark = _TRUNCATION_MARK.format(num_cut=len(ids))
-        kept = max(max_tokens - len(self._encode(mark)), 0)
-        mark = _TRUNCATION_MARK.format(num_cut=len(ids) - kept)
-        return self._decode(ids[:kept]).rstrip("�") + mark
+    def _end_text(self, token_ids: Sequence[int]) -> str:
+        """The end that parsers expect: as sampled if the template has it, else the template's."""
+        last = token_ids[-1] if token_ids else None
+        known = last if last in self._template_ends else self.turn_end_id
+        return "" if known is None else self._decode([known])
 
-    def _renders_around(
-        self, results: Sequence[ToolResult], tools: Sequence[Tool], add_generation_prompt: bool
-    ) -> tuple[str, str]:
-        """The shortest conversation with these results' calls, rendered without and with them."""
-        calls = [
-            {"type": "function", "function": {"name": result.name, "arguments": {}}}
-            for result in results
+    # ---- learned from the template ----
+
+    @functools.cached_property
+    def _template_ends(self) -> tuple[int, ...]:
+        """The ids that the template writes after a turn with calls, and after an answer."""
+        answer_end = self._closing_id(self._written_turn(None)[1])
+        return tuple(id_ for id_ in (self.turn_end_id, answer_end) if id_ is not None)
+
+    def _written_turn(self, call: ToolCall | None) -> tuple[str, str]:
+        """How the template writes a turn: what a prompt has of it already, and the rest."""
+        prompt, whole = map(self._encode, self.template.written_turn(call))
+        # A prompt may open a thinking block where the finished turn shows an empty one.
+        cut = _num_common(prompt, whole)
+        return self._decode(whole[:cut]), self._decode(whole[cut:])
+
+    def _closing_id(self, turn: str) -> int | None:
+        """The control token that this turn ends with, if it stands nowhere else in it."""
+        ids = self._encode(turn.rstrip())
+        last = ids[-1] if ids else None
+        is_end = last in self._control_ids and ids.count(last) == 1
+        return last if is_end or last in self.end_token_ids else None
+
+    @functools.cached_property
+    def _control_ids(self) -> frozenset[int]:
+        added = cast(dict[int, Any], self.tokenizer.added_tokens_decoder)
+        special = {index for index, token in added.items() if token.special}
+        return frozenset(special.union(self.tokenizer.all_special_ids))
+
+    def _with_turn_ends(self) -> "ChatFormat":
+        chat = self._with_call_end()
+        call_text, answer_text = chat._written_turn(_PROBE_CALL)[1], chat._written_turn(None)[1]
+        ends = [chat._decode([end]) for end in chat._template_ends]
+        marks = [
+            text
+            for text in self._added_tokens
+            if text in call_text and text not in answer_text and text not in ends
         ]
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
-        before = self._render(messages, tools, add_generation_prompt=False)
-        messages += [result.message for result in results]
-        return before, self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return dataclasses.replace(
+            chat,
+            end_token_ids=tuple(dict.fromkeys((*self.end_token_ids, *chat._template_ends))),
+            call_mark=min(marks, key=call_text.index, default=""),
+        )
 
-    def _turn_end(self, ids: Sequence[int]) -> int:
-        """Position after the last end token; templates may write a newline behind it."""
-        ends = [index for index, token in enumerate(ids) if token in self.end_token_ids]
-        return ends[-1] + 1 if ends else len(ids)
+    def _with_call_end(self) -> "ChatFormat":
+        """Find what ends a turn with calls: in the turn itself, or first in what follows."""
+        whole = self.template.tool_turn(_PROBE_RESULTS)
+        prompt = self.template.written_turn(None)[0]
+        turn = self._decode(self._encode(whole)[_num_common(*map(self._encode, (prompt, whole))) :])
+        end_id = self._closing_id(turn)
+        if end_id is not None:
+            after = turn.rpartition(self._decode([end_id]))[2]
+            return dataclasses.replace(self, turn_end_id=end_id, after_turn_end=after)
+        added = self.template.after_tool_turn(_PROBE_RESULTS, add_generation_prompt=False)
+        first = self._encode(added)[:1]
+        if first and first[0] in self._control_ids:
+            return dataclasses.replace(self, turn_end_id=first[0], after_turn_end=None)
+        return self
 
-    def _render(
-        self, messages: Messages, tools: Sequence[Tool], *, add_generation_prompt: bool
-    ) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                copy.deepcopy([dict(message) for message in messages]),
-                tools=[dict(tool.schema) for tool in tools]
-                or None,  # some templates test `is none`
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_kwargs,
-            )
-        except jinja2.TemplateError as error:
+    def _check_ids(self) -> None:
+        """Prompt, turn and suffix must be, token by token, what the template gives as a whole."""
+        for results in (_PROBE_RESULTS[:1], _PROBE_RESULTS):
+            turn = self.template.tool_turn(results)
+            added = self.template.after_tool_turn(results, add_generation_prompt=True)
+            whole = self._encode(turn + added)
+            suffix = self.suffix_ids(results)
+            start = len(whole) - len(suffix)
+            if whole[start:] != suffix or whole[:start] != self._encode(turn)[:start]:
+                raise ChatTemplateError(
+                    NOT_EXTENDABLE.format(reason="encoded together with what follows")
+                )
+
+    def _with_found_parser(self) -> "ChatFormat":
+        prefix, text = self._written_turn(_PROBE_CALL)
+        end = self._end_text([])
+        turn = SampledTurn(
+            text=text.rpartition(end)[0] if end and end in text else text,
+            prefix=prefix,
+            end=end,
+            tools=[_PROBE_TOOL],
+        )
+        parser = find_parser(
+            self.tokenizer, self.template.text, lambda parse: parse(turn).calls == [_PROBE_CALL]
+        )
+        if parser is None:
             raise ChatTemplateError(
-                f"The chat template refused the conversation: {error}. Roles were "
-                f"{[message.get('role') for message in messages]}."
-            ) from error
-        return cast(str, text)
+                f"No known parser reads a call as this chat template writes it: {turn.text!r}. "
+                "Pass `parser`: a callable, or a name of vLLM's tool parsers."
+            )
+        return dataclasses.replace(self, parser=parser)
+
+    # ---- text and ids ----
+
+    @property
+    def _added_tokens(self) -> list[str]:
+        return list(cast(Any, self.tokenizer).get_added_vocab())
+
+    @functools.cached_property
+    def _control_text(self) -> re.Pattern[str]:
+        """Matches before every place where the text of an added token begins."""
+        texts = sorted(map(re.escape, self._added_tokens), key=len, reverse=True)
+        return re.compile(f"(?={'|'.join(text for text in texts if len(text) > 1)})")
+
+    def _escape(self, text: str) -> str:
+        """The text with a seam inside each control token that it spells."""
+        text = text.replace(_SEAM, "�")
+        starts = [match.start() + 1 for match in self._control_text.finditer(text)]
+        cuts = [0, *starts, len(text)]
+        return _SEAM.join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+    def _encode_data(self, text: str) -> list[int]:
+        return self._encode(self._escape(text) if self.escape_tool_results else text)
+
+    def _encode_added(self, before: str, added: str) -> list[int]:
+        """Ids of what was added to a text that no control token ends."""
+        ids = self._encode(before)
+        whole = self._encode(before + added)
+        if whole[: len(ids)] != ids:
+            raise ChatTemplateError(NOT_EXTENDABLE.format(reason="a tool turn changes them"))
+        return whole[len(ids) :]
+
+    def _encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no token
+        parts = [part for part in text.split(_SEAM) if part]
+        encode = functools.partial(self.tokenizer, add_special_tokens=False)
+        return [token for part in parts for token in encode(part)["input_ids"]]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(
@@ -216,85 +370,15 @@ class ChatFormat:
         )
         return cast(str, text)
 
-    def _encode(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no token
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _check_suffix(self) -> None:
-        """One and two results, with and without a generation prompt, must extend the turn."""
-        result = ToolResult(name="lookup", content="42", status="ok")
-        for results in ([result], [result, result]):
-            with_header = self.suffix_ids(results)
-            without = self.suffix_ids(results, add_generation_prompt=False)
-            if with_header[: len(without)] != without:
-                raise ChatTemplateError(
-                    _NOT_EXTENDABLE.format(reason="the generation prompt changes them")
-                )
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids the two begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-_NOT_EXTENDABLE = (
-    "The chat template can't be extended turn by turn: it renders earlier turns differently once "
-    "{reason}. Use a template that keeps its prefix, such as TRL's training variants "
-    "(trl.chat_template_utils.get_training_chat_template)."
-)
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("tool_use") or template.get("default")
-    if not template:
-        raise ChatTemplateError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
-            "`tokenizer.chat_template` to one with tool support."
-        )
-    return template
-
-
-def _extendable_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    from trl.chat_template_utils import (
-        get_training_chat_template,
-        is_chat_template_prefix_preserving,
-        supports_tool_calling,
-    )
-
-    if not supports_tool_calling(tokenizer):
-        raise ChatTemplateError(
-            f"The chat template of {tokenizer.name_or_path!r} does not support tools: rendering a "
-            "user turn, an assistant turn with `tool_calls` and a tool turn fails or loses a part. "
-            "Use a tool-capable template."
-        )
-    if is_chat_template_prefix_preserving(tokenizer):
-        return template
-    try:
-        return get_training_chat_template(tokenizer) or template
-    except ValueError as error:
-        raise ChatTemplateError(_NOT_EXTENDABLE.format(reason="a tool turn follows")) from error
-
-
-def _find_thinking_switch(template: str) -> str | None:
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-    try:
-        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(f"The chat template has an error: {error}") from error
-    return next((name for name in _THINKING_SWITCHES if name in names), None)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Accepts transformers' `{% generation %}` blocks, so that the template can be read."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own convention
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
-) -> tuple[int, ...]:
-    ids = [tokenizer.eos_token_id, *eos_token_ids]
+def _known_ends(tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> tuple[int, ...]:
+    ids = [tokenizer.eos_token_id, *more]
     found = tuple(dict.fromkeys(token for token in ids if token is not None))
     if not found:
         raise ChatTemplateError(

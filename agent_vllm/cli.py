@@ -13,7 +13,7 @@ COMMANDS: dict[str, str] = {}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status is returned."""
-    parser = argparse.ArgumentParser(prog="agent-vllm", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="agent-vllm", description="Tools around rollouts.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)

@@ -99,6 +99,7 @@ async def rollout_batch_async(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    stop_strings: Sequence[str] = (),
     thinking_ratio: float | None = None,
     seed: int | None = None,
     status: RolloutStatus | None = None,
@@ -110,7 +111,7 @@ async def rollout_batch_async(
         tools_batch: each conversation's own tools (None: no tools); None for no tools at all.
         num_generations: G.
         limits: of each trajectory; `Limits()` by default.
-        temperature, top_p, top_k, min_p: sampling, as in `RolloutEngine.generate`.
+        temperature, top_p, top_k, min_p, stop_strings: sampling, as in `RolloutEngine.generate`.
         thinking_ratio: share of trajectories with the template's thinking switch on, the others
             have it off; None leaves the switch alone.
         seed: same seed, same trajectories, whatever the tools' timing; the engine's own stream of
@@ -132,7 +133,13 @@ async def rollout_batch_async(
     status = status or RolloutStatus()
     status.num_trajectories += len(messages_batch) * num_generations
     runner = ToolRunner(timeout_s=limits.tool_timeout_s)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    sampling = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "stop_strings": stop_strings,
+    }
     named_tools = _named_tools(tools_batch)
     started_s = time.monotonic()
     episodes = [
@@ -296,6 +303,7 @@ class _Episode:
         completion = await self.engine.generate(
             list(self.ids),
             max_new_tokens=budget,
+            stop_token_ids=self.chat.end_token_ids,
             seed=self.random.getrandbits(31),
             **self.sampling,
         )
@@ -305,10 +313,12 @@ class _Episode:
         return completion
 
     def _append_turn(self, completion: Completion) -> ParsedTurn:
-        text = self.chat.decode_turn(completion.token_ids)
-        turn = self.chat.parse_text(text, self.ids)
-        if completion.finish_reason == "length" and turn.calls:  # nothing of a cut turn is run
-            turn = ParsedTurn(message={"role": "assistant", "content": text}, calls=[])
+        turn = self.chat.parse(
+            completion.token_ids,
+            self.ids,
+            list(self.tools.values()),
+            is_cut=completion.finish_reason == "length",
+        )
         self.segments.append(
             Segment(
                 token_ids=completion.token_ids,
@@ -317,7 +327,7 @@ class _Episode:
             )
         )
         self.ids += completion.token_ids
-        self.turn_outputs.append(text)
+        self.turn_outputs.append(self.chat.decode_turn(completion.token_ids))
         self.messages.append(turn.message)
         return turn
 
@@ -326,6 +336,10 @@ class _Episode:
         self.status.num_in_tools += 1
         try:
             results = await self.runner.run(turn.calls, self.tools, self._time_left())
+            results = [
+                replace(result, call_id=call.id)
+                for result, call in zip(results, turn.calls, strict=True)
+            ]
         finally:
             self.status.num_in_tools -= 1
         name = ", ".join(call.name for call in turn.calls)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine
+from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.models import merge_end_token_ids
 from agent_vllm.types import Completion
 
@@ -52,7 +52,10 @@ class ScriptedRolloutEngine(RolloutEngine):
         if isinstance(turn, Exception):
             raise turn
         token_ids = list(turn)[: request.max_new_tokens]
-        ended = bool(token_ids) and token_ids[-1] in self.eos_token_ids
+        ended = bool(token_ids) and (
+            token_ids[-1] in request.stop_token_ids
+            or ends_on_string(self.tokenizer, token_ids, request.stop_strings)
+        )
         return Completion(
             token_ids=token_ids,
             logprobs=[-0.5] * len(token_ids),

@@ -131,12 +131,20 @@ class Segment:
 class ToolCall:
     """One call as the model drafted it. With `error` set it could not be read and must not run.
 
-    `arguments` is None where the model gave none, which is not the same as giving `{}`.
+    `arguments` is None where the model gave none, which is not the same as giving `{}`. `id` is set
+    where the model wrote one.
     """
 
     name: str
     arguments: dict[str, Any] | None
     error: str | None = None
+    id: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """An entry of a message's `tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments or {}}
+        call = {"type": "function", "function": function}
+        return call if self.id is None else {**call, "id": self.id}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +158,7 @@ class ToolResult:
     name: str
     content: str
     status: Literal["ok", "failed", "invalid"]
+    call_id: str | None = None  # of the call, where the model wrote one
 
     @property
     def message(self) -> dict[str, Any]:

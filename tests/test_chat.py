@@ -74,7 +74,7 @@ def test_a16_another_end_token_is_followed_by_the_templates_own(tokenizer):
 def test_prompt_and_turn_and_suffix_are_the_render_of_the_conversation(template, contents):
     """The prefix property: what the template renders for the calls and results, token by token."""
     tokenizer = chatml_tokenizer(template)
-    chat = ChatFormat.from_tokenizer(tokenizer)
+    chat = ChatFormat.from_tokenizer(tokenizer, escape_tool_results=False)
     results = [result(content, f"f{i}") for i, content in enumerate(contents)]
     calls = [{"type": "function", "function": {"name": r.name, "arguments": {}}} for r in results]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}

@@ -7,7 +7,11 @@ from fakes import byte_tokenizer, call, chatml_tokenizer, ids_of
 
 from agent_vllm import parsing
 from agent_vllm.chat import ChatFormat
-from agent_vllm.parsing import parse_hermes
+
+
+def parse_hermes(text, starts_in_thinking=False):
+    prefix = "<|im_start|>assistant\n<think>\n" if starts_in_thinking else ""
+    return parsing.parse_hermes(parsing.SampledTurn(text=text, prefix=prefix))
 
 
 def wrapped(body):
@@ -176,9 +180,9 @@ class CountingDecoder:
     def __init__(self):
         self.num_calls = 0
 
-    def raw_decode(self, text, position):
+    def raw_decode(self, text):
         self.num_calls += 1
-        return json.JSONDecoder().raw_decode(text, position)
+        return json.JSONDecoder().raw_decode(text)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,6 @@ class CountingDecoder:
 )
 def test_hostile_text_is_decoded_once_a_call(monkeypatch, unit, num_decodes):
     decoder = CountingDecoder()
-    monkeypatch.setattr(parsing, "_DECODER", decoder)
+    monkeypatch.setattr("agent_vllm.parsing.hermes._DECODER", decoder)
     parse_hermes(unit * 50)
     assert decoder.num_calls == num_decodes

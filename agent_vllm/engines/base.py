@@ -38,6 +38,8 @@ class GenerationRequest:
     top_k: int
     min_p: float
     seed: int
+    stop_token_ids: tuple[int, ...] = ()  # the engine's own and the request's
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +112,8 @@ class RolloutEngine(ABC):
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
         seed: int | None = None,
     ) -> Completion:
         """Sample one sequence.
@@ -117,6 +121,8 @@ class RolloutEngine(ABC):
         Args:
             prompt_ids: `[P]`, Python ints.
             max_new_tokens: at least 1; what doesn't fit into `max_model_len` is not sampled.
+            stop_token_ids: end the sequence as the engine's own `eos_token_ids` do.
+            stop_strings: end it too, once the text has one of them; the tokens that spell it stay.
             seed: same seed, prompt and weights give the same tokens, whatever else is running.
 
         Raises:
@@ -133,6 +139,8 @@ class RolloutEngine(ABC):
             top_k=top_k,
             min_p=min_p,
             seed=self.next_seed() if seed is None else seed,
+            stop_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *stop_token_ids))),
+            stop_strings=tuple(stop_strings),
         )
         completion = await self._sample(request)
         _check_completion(completion, request)
@@ -261,6 +269,18 @@ class RolloutEngine(ABC):
         for name, value, holds, wanted in checks:
             if not holds:
                 raise InvalidRequestError(f"`{name}` must be {wanted}, got {value}.")
+
+
+def ends_on_string(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], strings: Sequence[str]
+) -> bool:
+    """Whether the text of the ids has one of the strings at its end, in the last token's reach."""
+    if not strings:
+        return False
+    # Every token but those inside a character adds at least one; a character has up to four bytes.
+    tail = list(token_ids[-4 * max(map(len, strings)) - 4 :])
+    text = tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return any(string in text for string in strings)
 
 
 def _check_completion(completion: Completion, request: GenerationRequest) -> None:

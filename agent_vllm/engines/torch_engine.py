@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 )
 
 from agent_vllm.batch import pad_rows
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine
+from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import StepDriver
 from agent_vllm.engines.models import context_length, evaluating, model_source
 from agent_vllm.engines.weight_sync import check_weights, named_weights
@@ -77,7 +77,7 @@ class TorchRolloutEngine(RolloutEngine):
             seed=seed,
         )
         self._shapes = source.shapes
-        self._batch = _WholeBatches(model, self.eos_token_ids, max_batch_size)
+        self._batch = _WholeBatches(model, self.tokenizer, max_batch_size)
         self._driver = StepDriver("torch rollout engine")
         self._driver.attach(self._batch)
 
@@ -98,11 +98,11 @@ class _WholeBatches:
     """The driver's engine: every step generates all that waits, to the end."""
 
     def __init__(
-        self, model: PreTrainedModel, eos_token_ids: tuple[int, ...], max_batch_size: int
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_batch_size: int
     ) -> None:
         self.model = model
         self.policy_version = 0
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
         self._waiting: list[GenerationRequest] = []
 
@@ -116,7 +116,7 @@ class _WholeBatches:
     def step(self) -> list[tuple[GenerationRequest, Completion]]:
         batch = self._waiting[: self._max_batch_size]
         with evaluating(self.model):
-            rows = _generate(self.model, batch, self._eos_token_ids)
+            rows = _generate(self.model, self._tokenizer, batch)
         self._waiting = self._waiting[self._max_batch_size :]
         return [(row.request, row.completion(self.policy_version)) for row in rows]
 
@@ -133,6 +133,12 @@ class _RowState:
     def is_done(self) -> bool:
         return self.stopped or len(self.token_ids) == self.request.max_new_tokens
 
+    def notice_stop(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        request = self.request
+        self.stopped = self.token_ids[-1] in request.stop_token_ids or ends_on_string(
+            tokenizer, self.token_ids, request.stop_strings
+        )
+
     def completion(self, policy_version: int) -> Completion:
         return Completion(
             token_ids=self.token_ids,
@@ -143,7 +149,9 @@ class _RowState:
 
 
 def _generate(
-    model: PreTrainedModel, requests: list[GenerationRequest], eos_token_ids: frozenset[int]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: list[GenerationRequest],
 ) -> list[_RowState]:
     """Sample every request to its end; rows leave the batch as they finish."""
     device = next(model.parameters()).device
@@ -165,7 +173,9 @@ def _generate(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]  # [B, V]
-        token_ids = _sample_tokens(logits, alive, eos_token_ids)
+        token_ids = _sample_tokens(logits, alive)
+        for row in alive:
+            row.notice_stop(tokenizer)
         keep = [index for index, row in enumerate(alive) if not row.is_done]
         if len(keep) < len(alive):
             alive = [alive[index] for index in keep]
@@ -177,9 +187,7 @@ def _generate(
     return rows
 
 
-def _sample_tokens(
-    logits: torch.Tensor, rows: list[_RowState], eos_token_ids: frozenset[int]
-) -> torch.Tensor:
+def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
     """One token for each row, `[B]`; notes it in the row with its logprob."""
     scaled = torch.stack(
         [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
@@ -198,7 +206,6 @@ def _sample_tokens(
     for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        row.stopped = token in eos_token_ids
     return chosen
 
 

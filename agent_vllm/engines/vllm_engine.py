@@ -84,9 +84,7 @@ class VLLMRolloutEngine(RolloutEngine):
         )
         self._driver = StepDriver("vllm rollout engine")
         try:
-            self._stepper = self._driver.call(
-                lambda: VLLMStepper(source, options, self.eos_token_ids)
-            )
+            self._stepper = self._driver.call(lambda: VLLMStepper(source, options))
         except BaseException:
             self._driver.close()
             raise

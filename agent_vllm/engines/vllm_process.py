@@ -138,15 +138,13 @@ def _skip_rank_compilation() -> None:
 class VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
-    def __init__(
-        self, source: ModelSource, options: VLLMOptions, eos_token_ids: Iterable[int]
-    ) -> None:
+    def __init__(self, source: ModelSource, options: VLLMOptions) -> None:
         had_default = torch.distributed.is_initialized()
         self.policy_version = 0
         self._llm = _build(source, options)
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
-        self._eos_token_ids = list(eos_token_ids)
+        self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
@@ -163,10 +161,12 @@ class VLLMStepper:
             min_p=request.min_p,
             seed=request.seed,
             max_tokens=request.max_new_tokens,
-            stop_token_ids=self._eos_token_ids,
+            stop_token_ids=list(request.stop_token_ids),
+            stop=list(request.stop_strings),
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(request.stop_strings),
+            skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request_id = str(next(self._counter))

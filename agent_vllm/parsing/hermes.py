@@ -8,29 +8,28 @@ import json
 import re
 from typing import Any
 
+from agent_vllm.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _OPENING = re.compile(f"{_THINK}|{_CALL}")
 _DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"\s*")
+# To the first closing tag that is not inside a JSON string; possessive, so it never looks back.
+_BODY = re.compile(rf'(?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!{_CALL_END[1:]}))*+', re.DOTALL)
 
 
-def parse_hermes(text: str, starts_in_thinking: bool = False) -> ParsedTurn:
+def parse_hermes(turn: SampledTurn) -> ParsedTurn:
     """One assistant turn as a message (TRL's keys) and its calls.
-
-    Args:
-        text: the turn without its end token.
-        starts_in_thinking: the generation prompt has already opened the thinking block.
 
     The message holds `content` (never None), `reasoning_content` if there was any, and `tool_calls`
     for the calls that could be read; a malformed call stays in `content` as the model wrote it.
     """
+    text = turn.text
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    position = _read_thought(text, 0, thoughts) if starts_in_thinking else 0
+    position = _read_thought(text, 0, thoughts) if turn.starts_in_thinking else 0
     while opening := _OPENING.search(text, position):
         content.append(text[position : opening.start()])
         if opening.group() == _THINK:
@@ -49,13 +48,7 @@ def _message(content: list[str], thoughts: list[str], calls: list[ToolCall]) -> 
     if reasoning := "\n".join(filter(None, thoughts)):
         message["reasoning_content"] = reasoning
     if readable := [call for call in calls if call.error is None]:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments or {}},
-            }
-            for call in readable
-        ]
+        message["tool_calls"] = [call.as_message() for call in readable]
     return message
 
 
@@ -69,20 +62,21 @@ def _read_thought(text: str, start: int, thoughts: list[str]) -> int:
 
 def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
     """The call whose JSON begins at `start`, and the position after its closing tag."""
+    body_end = _BODY.match(text, start).end()  # type: ignore[union-attr]
+    body = text[start:body_end].lstrip()
     try:
-        value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
+        value, end = _DECODER.raw_decode(body)
     except json.JSONDecodeError as error:
         return _malformed(text, start, f"The call is not valid JSON: {error.msg}.")
     except ValueError:  # Python reads no integer of more than 4300 digits
         return _malformed(text, start, "The call holds a number of too many digits.")
     except RecursionError:
         return _malformed(text, start, "The call is nested too deeply.")
-    close = text.find(_CALL_END, end)
-    if close < 0:
+    if not text.startswith(_CALL_END, body_end):
         return _malformed(text, start, f"The call has no closing {_CALL_END}.")
-    if text[end:close].strip():
+    if body[end:].strip():
         return _malformed(text, start, "There is text between the call's JSON and its closing tag.")
-    return _as_call(value), close + len(_CALL_END)
+    return _as_call(value), body_end + len(_CALL_END)
 
 
 def _as_call(value: Any) -> ToolCall:

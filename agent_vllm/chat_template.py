@@ -1,0 +1,277 @@
+"""The chat template: which Jinja text is used, and what it writes around a tool turn.
+
+Owns rendering and what is learned by it when the template is chosen. Knows no token ids but the
+ones that end a turn. Invariant: a template that would rewrite what was sampled is never used.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from agent_vllm.errors import ChatTemplateError
+from agent_vllm.tools import Tool
+from agent_vllm.types import Messages, ToolCall, ToolResult
+
+_THINKING_SWITCHES = ("enable_thinking", "open_thinking", "thinking")
+_PROBE_RESULTS = [
+    ToolResult(name=name, content=content, status="ok")
+    for name, content in [("get_weather", "12 degrees"), ("get_time", "noon")]
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """One chat template with its fixed arguments.
+
+    Attributes:
+        text: the Jinja text.
+        kwargs: passed to every render.
+        thinking_switch: the template's own name for it, None where it has none.
+        one_call_a_turn: it writes one call and its result only; several results are written as if
+            each had followed a call of its own.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    kwargs: Mapping[str, Any]
+    thinking_switch: str | None = None
+    one_call_a_turn: bool = False
+
+    def render(
+        self, messages: Messages, tools: Sequence[Tool] = (), *, add_generation_prompt: bool
+    ) -> str:
+        """The conversation as text.
+
+        Raises:
+            ChatTemplateError: the template refuses it, or it holds more than text.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_text_only(message) for message in messages],
+                tools=[dict(tool.schema) for tool in tools]
+                or None,  # some templates test `is none`
+                chat_template=self.text,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"The chat template has an error: {error}") from error
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ChatTemplateError(
+                f"The chat template refused the conversation: {error}. Roles were "
+                f"{[message.get('role') for message in messages]}."
+            ) from error
+        return cast(str, text)
+
+    def tool_turn(self, results: Sequence[ToolResult], tools: Sequence[Tool] = ()) -> str:
+        """The shortest conversation that ends with these results' calls."""
+        results = results[:1] if self.one_call_a_turn else results
+        return self.render(_calling(results), tools, add_generation_prompt=False)
+
+    def after_tool_turn(
+        self,
+        results: Sequence[ToolResult],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """What the template adds to `tool_turn`: the results, and the next turn's header.
+
+        Raises:
+            ChatTemplateError: it does not add to it, it rewrites it.
+        """
+        if self.one_call_a_turn and len(results) > 1:
+            parts = [[result] for result in results]
+            first = [
+                self.after_tool_turn(part, tools, add_generation_prompt=False)
+                for part in parts[:-1]
+            ]
+            last = self.after_tool_turn(
+                parts[-1], tools, add_generation_prompt=add_generation_prompt
+            )
+            return "".join([*first, last])
+        before = self.tool_turn(results, tools)
+        answers = [
+            {**result.message, "tool_call_id": call_id}
+            for result, call_id in zip(results, _call_ids(results), strict=True)
+        ]
+        messages = [*_calling(results), *answers]
+        after = self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        if not after.startswith(before):
+            raise ChatTemplateError(NOT_EXTENDABLE.format(reason="a tool turn follows"))
+        return after[len(before) :]
+
+    def written_turn(self, call: ToolCall | None) -> tuple[str, str]:
+        """A prompt, and the same with the assistant's turn: this call, or an answer."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if call else "It is noon."}
+        if call is not None:
+            turn["tool_calls"] = [call.as_message()]
+        prompt = self.render([_USER], add_generation_prompt=True)
+        return prompt, self.render([_USER, turn], add_generation_prompt=False)
+
+    def why_not(self) -> str | None:
+        """What keeps it from being extended turn by turn; None where nothing does."""
+        try:
+            for results in (_PROBE_RESULTS[:1], _PROBE_RESULTS):
+                plain = self.after_tool_turn(results, add_generation_prompt=False)
+                opened = self.after_tool_turn(results, add_generation_prompt=True)
+                if not opened.startswith(plain):
+                    return "the generation prompt changes them"
+        except ChatTemplateError as error:
+            return str(error)
+        return None
+
+    def with_switch(self, value: bool) -> "ChatTemplate":
+        """The same template with its thinking switch set.
+
+        Raises:
+            ChatTemplateError: it has none.
+        """
+        if self.thinking_switch is None:
+            raise ChatTemplateError(
+                "The chat template has no thinking switch (looked for "
+                f"{', '.join(_THINKING_SWITCHES)}). Leave `thinking_ratio` unset."
+            )
+        kwargs = {**self.kwargs, self.thinking_switch: value}
+        return dataclasses.replace(self, kwargs=kwargs)
+
+
+def choose_template(
+    tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], *, needs_tools: bool
+) -> ChatTemplate:
+    """The tokenizer's template, or TRL's training variant of it where only that can be extended.
+
+    Raises:
+        ChatTemplateError: no template, one with an error, without tools, or not extendable.
+    """
+    text = _template_text(tokenizer)
+    own = ChatTemplate(tokenizer=tokenizer, text=text, kwargs=kwargs)
+    own = dataclasses.replace(own, thinking_switch=_find_thinking_switch(own))
+    if not needs_tools:
+        return own
+    _check_tool_support(tokenizer, text)
+    own = _with_call_habit(own)
+    reason = own.why_not()
+    if reason is None:
+        return own
+    variant = _training_variant(tokenizer, text)
+    if variant is not None:
+        trained = _with_call_habit(dataclasses.replace(own, text=variant, one_call_a_turn=False))
+        reason = trained.why_not()
+        if reason is None:
+            return trained
+    raise ChatTemplateError(reason)
+
+
+NOT_EXTENDABLE = (
+    "The chat template can't be extended turn by turn: it renders earlier turns differently once "
+    "{reason}. Use a template that keeps its prefix, such as TRL's training variants "
+    "(trl.chat_template_utils.get_training_chat_template)."
+)
+
+_USER = {"role": "user", "content": "What is it like in Oslo?"}
+
+
+def _call_ids(results: Sequence[ToolResult]) -> list[str]:
+    """The model's own ids, or some in the form that Mistral's templates insist on."""
+    return [result.call_id or f"call{index:05d}" for index, result in enumerate(results)]
+
+
+def _calling(results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+    calls = [
+        ToolCall(name=result.name, arguments={}, id=call_id)
+        for result, call_id in zip(results, _call_ids(results), strict=True)
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in calls]}
+    return [_USER, turn]
+
+
+def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that templates may write to, content in one string.
+
+    Raises:
+        ChatTemplateError: the content holds an image or another block that is not text.
+    """
+    message = copy.deepcopy(dict(message))
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
+        if any(kind != "text" for kind in kinds):
+            raise ChatTemplateError(
+                f"Rollouts are text only, got a message of role {message.get('role')!r} with "
+                f"content blocks {kinds}. Leave images out, or describe them in text."
+            )
+        message["content"] = "".join(block["text"] for block in content)
+    return message
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    if not template:
+        raise ChatTemplateError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
+            "`tokenizer.chat_template` to one with tool support."
+        )
+    return template
+
+
+def _check_tool_support(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    from trl.chat_template_utils import supports_tool_calling
+
+    if not supports_tool_calling(_with_template(tokenizer, text)):
+        raise ChatTemplateError(
+            f"The chat template of {tokenizer.name_or_path!r} does not support tools: rendering a "
+            "user turn, an assistant turn with `tool_calls` and a tool turn fails or loses a part. "
+            "Use a tool-capable template."
+        )
+
+
+def _training_variant(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        return get_training_chat_template(_with_template(tokenizer, text))
+    except ValueError:  # TRL has none
+        return None
+
+
+def _with_template(tokenizer: PreTrainedTokenizerBase, text: str) -> PreTrainedTokenizerBase:
+    other = copy.copy(tokenizer)
+    other.chat_template = text
+    return other
+
+
+def _with_call_habit(template: ChatTemplate) -> ChatTemplate:
+    """Find out whether several calls in one turn are written, each result with its own name."""
+    try:
+        alone = template.after_tool_turn(_PROBE_RESULTS[1:], add_generation_prompt=False)
+        both = template.after_tool_turn(_PROBE_RESULTS, add_generation_prompt=False)
+        name = _PROBE_RESULTS[1].name
+        is_written = name in both or name not in alone
+    except ChatTemplateError:
+        is_written = False
+    return dataclasses.replace(template, one_call_a_turn=not is_written)
+
+
+def _find_thinking_switch(template: ChatTemplate) -> str | None:
+    """The first known name that makes a difference to a prompt."""
+
+    def prompt(**switch: bool) -> str:
+        other = dataclasses.replace(template, kwargs={**template.kwargs, **switch})
+        return other.render([_USER], add_generation_prompt=True)
+
+    try:
+        return next(
+            (n for n in _THINKING_SWITCHES if prompt(**{n: True}) != prompt(**{n: False})), None
+        )
+    except ChatTemplateError as error:
+        if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+            raise
+        return None  # it wants more than a user's turn
