@@ -231,10 +231,15 @@ class _Episode:
         """Generate, parse, run tools, append. Returns what ends the trajectory, if anything."""
         budget = self._turn_budget()
         try:
-            completion = await self._generate(budget)
+            async with asyncio.timeout(self._time_left()) as deadline:
+                completion = await self._generate(budget)
         except (EngineError, InvalidRequestError) as error:
             self.error = str(error)
             return StopReason.ENGINE_ERROR
+        except TimeoutError:
+            if deadline.expired():
+                return StopReason.DEADLINE
+            raise
         turn = self._append_turn(completion)
         if completion.finish_reason == "length":
             return self._what_cut(budget)

@@ -56,7 +56,8 @@ class Limits:
         max_invalid_calls: calls in a row that could not run (malformed, unknown, bad arguments).
         max_tool_result_tokens: tokens of one tool result; longer ones are cut and marked.
         tool_timeout_s: seconds for one tool call.
-        deadline_s: seconds for the whole trajectory, looked at between turns and calls.
+        deadline_s: seconds for the whole trajectory, from the start of its rollout. A turn that is
+            being sampled then is given up, a call is answered as timed out.
     """
 
     max_turns: int = 16

@@ -1,5 +1,6 @@
 """One trajectory's story: tokens, masks, limits, endings. Every engine here is scripted."""
 
+import asyncio
 import threading
 
 import pytest
@@ -279,6 +280,23 @@ def test_b19_parallel_results_share_what_is_left(chat, scripted):
     contents = [m["content"] for m in t.messages if m["role"] == "tool"]
     assert len(contents) == 2 and contents[0] == contents[1]
     assert contents[0].endswith("tokens cut]")
+
+
+def test_a_turn_that_is_being_sampled_at_the_deadline_is_given_up(chat, scripted):
+    """What came before it stays; the request is taken out of the engine."""
+    engine = scripted([ADD, "never"])
+    sample = engine._sample
+
+    async def stall(request):
+        if len(engine.requests) == 1:
+            await asyncio.Event().wait()
+        return await sample(request)
+
+    engine._sample = stall
+    t = rollout_single(engine, chat, user(), [add], limits=Limits(deadline_s=0.2))
+    assert t.stop_reason is StopReason.DEADLINE
+    assert [segment.is_sampled for segment in t.segments] == [True, False]
+    assert t.error is None
 
 
 def test_deadline_between_turns(chat, scripted):

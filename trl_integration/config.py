@@ -30,7 +30,7 @@ class AgentGRPOConfig(GRPOConfig):
         tool_timeout_s (`float`, *optional*, defaults to `30.0`):
             Seconds for one tool call.
         deadline_s (`float`, *optional*):
-            Seconds for one trajectory, looked at between turns and calls.
+            Seconds for one trajectory, from the start of its rollout. A turn that is being sampled then is given up.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
