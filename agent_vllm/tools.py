@@ -228,6 +228,10 @@ class _ToolRaised(Exception):
         self.message = message
 
 
+class ToolFailure(_ToolRaised):
+    """For tools to raise: the call failed with this message, word for word."""
+
+
 class ToolInterrupted(BaseException):
     """A tool raised KeyboardInterrupt: the user wants the run to stop.
 
@@ -241,6 +245,8 @@ class _Interrupted(BaseException):
 
 
 def _raise_outcome(error: BaseException) -> None:
+    if isinstance(error, ToolFailure):
+        raise error
     if isinstance(error, KeyboardInterrupt):
         raise ToolInterrupted from error
     raise _ToolRaised(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
