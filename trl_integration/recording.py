@@ -59,7 +59,8 @@ class TrainingRecord:
         self._recorder = RolloutRecorder(Path(folder) / name, tokenizer=tokenizer, redact=redact)
         self._num_rollouts: Counter[tuple[str, int]] = Counter()
         self._num_groups: Counter[tuple[str, int]] = Counter()
-        self._unmeasured: dict[int, tuple[str, Trajectory]] = {}  # by row number
+        # the latest rollout's rows of each mode, by number
+        self._unmeasured: dict[str, dict[int, tuple[str, Trajectory]]] = {}
         self._next_row = 0
 
     def write(
@@ -75,28 +76,27 @@ class TrainingRecord:
         """
         numbers = torch.arange(len(rollout.trajectories)) + self._next_row
         self._next_row += len(numbers)
-        if learner_logprobs is None:
-            self._unmeasured = {}
+        known = None if learner_logprobs is None else learner_logprobs.cpu()
+        self._unmeasured[rollout.mode] = {}
         key = (rollout.mode, rollout.step)
         for index, trajectory in enumerate(rollout.trajectories):
-            learner = None
-            if learner_logprobs is not None:
-                learner = _of_sampled(trajectory, learner_logprobs[index])
+            learner = None if known is None else _of_sampled(trajectory, known[index])
             record_id = self._recorder.write(
                 trajectory, learner_logprobs=learner, **self._fields(rollout, index)
             )
             if learner is None and record_id is not None:
-                self._unmeasured[int(numbers[index])] = (record_id, trajectory)
+                self._unmeasured[rollout.mode][int(numbers[index])] = (record_id, trajectory)
         num_rows = len(rollout.trajectories) * rollout.num_processes
         self._num_rollouts[key] += 1
         self._num_groups[key] += -(-num_rows // rollout.num_generations)
         return numbers
 
-    def amend(self, numbers: torch.Tensor, learner_logprobs: torch.Tensor) -> None:
+    def amend(self, mode: str, numbers: torch.Tensor, learner_logprobs: torch.Tensor) -> None:
         """Add the learner's logprobs `[B, C]` to the rows `[B]` that have none yet."""
-        for number, logprobs in zip(numbers.tolist(), learner_logprobs, strict=True):
-            if number in self._unmeasured:
-                record_id, trajectory = self._unmeasured.pop(number)
+        unmeasured = self._unmeasured[mode]
+        for number, logprobs in zip(numbers.tolist(), learner_logprobs.cpu(), strict=True):
+            if number in unmeasured:
+                record_id, trajectory = unmeasured.pop(number)
                 learner = _of_sampled(trajectory, logprobs)
                 self._recorder.amend(record_id, learner_logprobs=learner)
 

@@ -148,11 +148,14 @@ class AgentGRPOTrainer(GRPOTrainer):
             `int`: the engine's new policy version.
         """
         start_s = time.perf_counter()
-        version = self.rollout_engine.update_policy(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        version = self.rollout_engine.update_policy(model)
         self._engine_is_current = True
         seconds = time.perf_counter() - start_s
         self.seconds["sync"] += seconds
         self._metrics["train"]["rollout/sync_seconds"].append(seconds)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._metrics["train"]["rollout/sync_bytes"].append(float(num_bytes))
         return version
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -184,7 +187,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             self.sync_engine()
         self.trajectories = self._rollout(prompts)
         self._check_engine_answered()
-        self._gap.expect(self.rollout_engine.policy_version)
+        self._gap.expect(self._mode, self.rollout_engine.policy_version)
         fields = to_trl(
             self.trajectories,
             self._tokenizer.pad_token_id,
@@ -207,6 +210,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         status = RolloutStatus()
         self._tools_of_rows = [self._row_tools(index) for index in range(len(prompts))]
         self._seed, self._started = self._rollout_seed(mode), time.time()
+        stats_before = self.rollout_engine.stats()
         is_shown = self.args.rollout_progress and self.accelerator.is_main_process
         title = f"{mode} rollout at step {self.state.global_step}"
         with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
@@ -224,7 +228,10 @@ class AgentGRPOTrainer(GRPOTrainer):
                 seed=self._seed,
                 status=status,
             )
-        self.seconds["rollout"] += status.elapsed_s
+        self._rollout_s = status.elapsed_s
+        self.seconds["rollout"] += self._rollout_s
+        stats = self.rollout_engine.stats()
+        self._engine_stats = stats and stats_before and stats.since(stats_before)
         return trajectories
 
     def _calculate_rewards(
@@ -251,19 +258,24 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
-        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        mode = self._mode
+        lag = self._gap.lag(mode, self.rollout_engine.policy_version)
+        self._metrics[mode]["sampling/policy_version_lag"].append(float(lag))
+        if lag == 0:  # engine and learner still hold the same weights
+            self._measure_gap(mode, inputs)
+        return loss
+
+    def _measure_gap(self, mode: str, inputs: dict[str, Any]) -> None:
         gap = self._gap.measure(
-            self.rollout_engine.policy_version,
             inputs["sampling_per_token_logps"],
             self._learner_logps,
-            mask,
+            inputs["completion_mask"] * inputs["tool_mask"],
             self.accelerator,
         )
         for name, value in gap.items():
-            self._metrics[self._mode][name].append(value)
-        if gap and self._record is not None:
-            self._record.amend(inputs["row_number"], self._learner_logps)
-        return loss
+            self._metrics[mode][name].append(value)
+        if self._record is not None:
+            self._record.amend(mode, inputs["row_number"], self._learner_logps)
 
     # ---- parts ----
 
@@ -318,7 +330,12 @@ class AgentGRPOTrainer(GRPOTrainer):
             )
 
     def _log_rollout(self, mode: str) -> None:
-        metrics, num_tokens = rollout_metrics(self.trajectories, self.accelerator)
+        metrics, num_tokens = rollout_metrics(
+            self.trajectories,
+            seconds=self._rollout_s,
+            stats=self._engine_stats,
+            mask_truncated=self.args.mask_truncated_completions,
+        )
         if mode == "train":
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
