@@ -8,12 +8,16 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "export": "agent_vllm.inspect.export",
+    "replay": "agent_vllm.inspect.replay_command",
+    "trace": "agent_vllm.inspect.trace",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status is returned."""
-    parser = argparse.ArgumentParser(prog="agent-vllm", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="agent-vllm", description=str(__doc__).splitlines()[0])
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)
