@@ -71,14 +71,15 @@ def _rows(batch: Sequence[RolloutRecord], process: int, begin_s: float) -> Itera
             yield _named("thread_name", name, process, thread)
             yield _event("M", "thread_sort_index", process, thread, args={"sort_index": thread})
             for span in spans:
+                start, end = (_microseconds(begin_s + span[key]) for key in ("start_s", "end_s"))
                 yield _event(
                     "X",
                     span["name"],
                     process,
                     thread,
                     cat=span["kind"],
-                    ts=_microseconds(begin_s + span["start_s"]),
-                    dur=_microseconds(span["end_s"] - span["start_s"]),
+                    ts=start,
+                    dur=round(end - start, 3),
                     args={"id": record["id"], "stop_reason": record["stop_reason"]},
                 )
 
