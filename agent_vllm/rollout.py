@@ -56,6 +56,14 @@ class RolloutStatus:
         return time.monotonic() - self.started_s
 
     @property
+    def remaining_s(self) -> float | None:
+        """Seconds to go if the others finish at the pace so far; None before the first has."""
+        if self.num_finished == 0:
+            return None
+        num_left = self.num_trajectories - self.num_finished
+        return self.elapsed_s * num_left / self.num_finished
+
+    @property
     def slowest_call(self) -> tuple[str, float] | None:
         """The tool call that has run longest of those running now: its name and seconds."""
         for name, start_s in list(self.running_calls.values()):  # in order of their start
