@@ -9,7 +9,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -148,12 +147,12 @@ class _Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self._items: dict[int, tuple[str, str]] = {}
 
     def of(self, token_ids: set[int]) -> dict[str, str]:
-        for token in token_ids - self._texts.keys():
-            self._texts[token] = cast(str, self._tokenizer.decode([token]))
-        return {str(token): self._texts[token] for token in sorted(token_ids)}
+        for token in token_ids - self._items.keys():
+            self._items[token] = (str(token), cast(str, self._tokenizer.decode([token])))
+        return dict([self._items[token] for token in token_ids])
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -170,8 +169,14 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "logprobs": trajectory.logprobs,
         "policy_versions": trajectory.policy_versions,
         "turn_outputs": trajectory.turn_outputs,
-        "tool_results": [asdict(result) for result in trajectory.tool_results],
-        "spans": [asdict(span) for span in trajectory.spans],
+        "tool_results": [
+            {"name": result.name, "content": result.content, "status": result.status}
+            for result in trajectory.tool_results
+        ],
+        "spans": [
+            {"kind": s.kind, "name": s.name, "start_s": s.start_s, "end_s": s.end_s}
+            for s in trajectory.spans
+        ],
     }
 
 
