@@ -119,6 +119,11 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
     return named
 
 
+def tool_name(tool: Tool | Callable[..., Any]) -> str:
+    """The name that the model uses, without the work of describing the tool."""
+    return tool.name if isinstance(tool, Tool) else tool.__name__
+
+
 class ToolRunner:
     """Runs calls side by side: sync tools on a thread each, async tools on one loop of their own.
 

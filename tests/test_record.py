@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 import warnings
 
 import pytest
@@ -93,6 +94,19 @@ def test_unknown_fields_are_refused(path):
         recorder.write(trajectory([1]), rewrd=1)
 
 
+def test_reading_holds_one_record_at_a_time(path):
+    long = trajectory([1] * 20_000, messages=user("x" * 50_000))
+    with RolloutRecorder(path) as recorder:
+        for _ in range(100):
+            recorder.amend(recorder.write(long), advantage=1.0)
+    tracemalloc.start()
+    num_read = sum(line["advantage"] == 1.0 for line in read_rollouts(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_read == 100
+    assert peak < 2**20 < path.stat().st_size / 10
+
+
 # ---- odd values ----
 
 
@@ -178,6 +192,7 @@ def lines_of(**changes):
         (lines_of() + lines_of(), ":2 has id 'rollout-0-0-0', which line 1 has too"),
         (lines_of(advantage=...), ":1 has no `advantage`"),
         (lines_of(step="3"), "`step` must be a whole number, got '3'"),
+        (lines_of(id=[1]), r"`id` must be text, got \[1\]"),
         (lines_of(trained=1), "`trained` must be true or false, got 1"),
         (lines_of(step=True), "`step` must be a whole number, got True"),
         (lines_of(prompt_ids=[1.0]), "`prompt_ids` must be a list of whole numbers"),
@@ -317,3 +332,8 @@ def test_parquet_holds_the_same_records(path, chat, scripted, capsys):
 def test_an_export_goes_to_parquet_only(path):
     with pytest.raises(SystemExit, match=r"must end in .parquet, got out.csv"):
         main(["export", str(path), "out.csv"])
+
+
+def test_a_command_says_what_is_wrong_with_a_file(path, tmp_path):
+    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl is not there"):
+        main(["export", str(path), str(tmp_path / "out.parquet")])

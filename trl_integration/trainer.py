@@ -24,7 +24,7 @@ from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
-from agent_vllm.tools import Tool, tools_by_name
+from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.adapter import is_left_out, reward_columns, to_trl
 from trl_integration.config import AgentGRPOConfig
@@ -349,7 +349,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         return RecordedRollout(
             trajectories=self.trajectories,
             rows=[{k: v for k, v in row.items() if k != "prompt"} for row in self._rows],
-            tools=[list(tools_by_name(tools)) for tools in self._tools_of_rows],
+            tools=[list(map(tool_name, tools)) for tools in self._tools_of_rows],
             rewards=[dict(zip(names, row, strict=True)) for row in self._rewards.tolist()],
             advantages=advantages.tolist(),
             trained=[is_in and mode == "train" for is_in in trained],

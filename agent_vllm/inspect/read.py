@@ -131,10 +131,10 @@ class _Amendments:
         self._offsets: dict[str, list[int]] = {}
         for _, offset, line in _values(path, only_with=b'"amends"'):
             if "amends" in line:
-                self._offsets.setdefault(line["amends"], []).append(offset)
+                self._offsets.setdefault(str(line["amends"]), []).append(offset)
 
     def of(self, record_id: Any) -> dict[str, Any]:
-        offsets = self._offsets.get(record_id, ())
+        offsets = self._offsets.get(str(record_id), ())
         joined: dict[str, Any] = {}
         if offsets:
             with self._path.open("rb") as file:
