@@ -337,3 +337,8 @@ def test_an_export_goes_to_parquet_only(path):
 def test_a_command_says_what_is_wrong_with_a_file(path, tmp_path):
     with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl is not there"):
         main(["export", str(path), str(tmp_path / "out.parquet")])
+    path.parent.mkdir()
+    path.write_text(lines_of() + "oops\n")
+    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl:2 is not JSON"):
+        main(["export", str(path), str(tmp_path / "out.parquet")])
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]

@@ -40,17 +40,24 @@ def write_parquet(source: str | Path, path: str | Path) -> int:
     Raises:
         RecordError: as `read_rollouts`.
     """
-    from datasets import Dataset
-
     path = Path(path)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
-        rows = Dataset.from_generator(
-            _rows, features=_features(), gen_kwargs={"source": str(source)}, cache_dir=folder
-        )
+        rows = _dataset(source, folder)
         whole = Path(folder) / path.name
-        rows.to_parquet(whole)  # type: ignore[union-attr]
+        rows.to_parquet(whole)
         os.replace(whole, path)
-    return len(rows)  # type: ignore[arg-type]
+    return len(rows)
+
+
+def _dataset(source: str | Path, folder: str) -> Any:
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    options: dict[str, Any] = {"features": _features(), "cache_dir": folder}
+    try:
+        return Dataset.from_generator(_rows, gen_kwargs={"source": str(source)}, **options)
+    except DatasetGenerationError as error:  # around what `read_rollouts` raised
+        raise error.__cause__ or error from None
 
 
 def read_parquet(path: Path) -> Iterator[RolloutRecord]:
