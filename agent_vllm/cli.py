@@ -6,9 +6,16 @@ does, and the heavy imports it needs for that, are its own.
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
-COMMANDS: dict[str, str] = {}
+from agent_vllm.errors import AgentVLLMError
+
+COMMANDS: dict[str, str] = {
+    "export": "agent_vllm.inspect.export",
+    "replay": "agent_vllm.inspect.replay_command",
+    "trace": "agent_vllm.inspect.trace",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,4 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (AgentVLLMError, FileNotFoundError) as error:  # they say what to do
+        sys.exit(f"agent-vllm: {error}")

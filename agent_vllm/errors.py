@@ -38,3 +38,7 @@ class InvalidRequestError(AgentVLLMError, ValueError):
 
 class WeightSyncError(AgentVLLMError, RuntimeError):
     """The learner's weights do not fit the engine's: a name or a shape is missing or unknown."""
+
+
+class RecordError(AgentVLLMError, ValueError):
+    """A file of recorded rollouts can't be read, joined or replayed; names the file and line."""

@@ -8,7 +8,8 @@ every trajectory ends with one `StopReason`, whatever happens to the others.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from agent_vllm.types import (
     Segment,
     Span,
     StopReason,
+    ToolCall,
     ToolResult,
     Trajectory,
 )
@@ -40,6 +42,9 @@ class RolloutStatus:
     num_finished: int = 0
     num_in_tools: int = 0
     num_sampled_tokens: int = 0
+    num_turns: int = 0  # of all trajectories together
+    max_turn: int = 0  # of the trajectory that is furthest
+    running_calls: dict[object, tuple[str, float]] = field(default_factory=dict)  # name, start
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -49,6 +54,31 @@ class RolloutStatus:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to go if the others finish at the pace so far; None before the first has."""
+        if self.num_finished == 0:
+            return None
+        num_left = self.num_trajectories - self.num_finished
+        return self.elapsed_s * num_left / self.num_finished
+
+    @property
+    def slowest_call(self) -> tuple[str, float] | None:
+        """The tool call that has run longest of those running now: its name and seconds."""
+        for name, start_s in list(self.running_calls.values()):  # in order of their start
+            return name, time.monotonic() - start_s
+        return None
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """A tool call runs for as long as the block does."""
+        call = object()
+        self.running_calls[call] = (name, time.monotonic())
+        try:
+            yield
+        finally:
+            del self.running_calls[call]
 
 
 def rollout_batch(
@@ -313,6 +343,8 @@ class _Episode:
             **self.sampling,
         )
         self.status.num_sampled_tokens += len(completion.token_ids)
+        self.status.num_turns += 1
+        self.status.max_turn = max(self.status.max_turn, len(self.turn_outputs) + 1)
         name = f"turn {len(self.turn_outputs)}"
         self.spans.append(Span(kind="model", name=name, start_s=start_s, end_s=self._elapsed_s()))
         return completion
@@ -337,23 +369,26 @@ class _Episode:
         return turn
 
     async def _run_tools(self, turn: ParsedTurn) -> list[ToolResult]:
-        start_s = self._elapsed_s()
+        time_left_s = self._time_left()
         self.status.num_in_tools += 1
         try:
-            results = await self.runner.run(turn.calls, self.tools, self._time_left())
-            results = [
-                replace(result, call_id=call.id)
-                for result, call in zip(results, turn.calls, strict=True)
-            ]
+            timed = await asyncio.gather(*(self._run_call(c, time_left_s) for c in turn.calls))
         finally:
             self.status.num_in_tools -= 1
-        name = ", ".join(call.name for call in turn.calls)
-        self.spans.append(Span(kind="tool", name=name, start_s=start_s, end_s=self._elapsed_s()))
+        results = [result for result, _ in timed]
+        self.spans += [span for _, span in timed]
         for result in results:
             is_invalid = result.status == "invalid"
             self.num_invalid_in_a_row = self.num_invalid_in_a_row + 1 if is_invalid else 0
         self.tool_results += results
         return results
+
+    async def _run_call(self, call: ToolCall, time_left_s: float | None) -> tuple[ToolResult, Span]:
+        start_s = self._elapsed_s()
+        with self.status.calling(call.name):
+            [result] = await self.runner.run([call], self.tools, time_left_s)
+        span = Span(kind="tool", name=call.name, start_s=start_s, end_s=self._elapsed_s())
+        return replace(result, call_id=call.id), span
 
     def _append_observation(self, results: list[ToolResult]) -> StopReason | None:
         """Feed the results back, cut to what fits; with no room at all they stay out."""

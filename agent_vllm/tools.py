@@ -119,6 +119,11 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
     return named
 
 
+def tool_name(tool: Tool | Callable[..., Any]) -> str:
+    """The name that the model uses, without the work of describing the tool."""
+    return tool.name if isinstance(tool, Tool) else tool.__name__
+
+
 class ToolRunner:
     """Runs calls side by side: sync tools on a thread each, async tools on one loop of their own.
 
@@ -228,6 +233,10 @@ class _ToolRaised(Exception):
         self.message = message
 
 
+class ToolFailure(_ToolRaised):
+    """For tools to raise: the call failed with this message, word for word."""
+
+
 class ToolInterrupted(BaseException):
     """A tool raised KeyboardInterrupt: the user wants the run to stop.
 
@@ -241,6 +250,8 @@ class _Interrupted(BaseException):
 
 
 def _raise_outcome(error: BaseException) -> None:
+    if isinstance(error, ToolFailure):
+        raise error
     if isinstance(error, KeyboardInterrupt):
         raise ToolInterrupted from error
     raise _ToolRaised(f"{type(error).__name__}: {error}".removesuffix(": ")) from error

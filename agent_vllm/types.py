@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from agent_vllm.spans import covered_s
+
 
 class StopReason(StrEnum):
     """What ended a trajectory."""
@@ -176,7 +178,10 @@ class ParsedTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Time that a trajectory spent waiting, in seconds since its rollout began."""
+    """Time that a trajectory spent waiting, in seconds since its rollout began.
+
+    A model span is one turn; a tool span is one call, and calls of one turn run side by side.
+    """
 
     kind: Literal["model", "tool"]
     name: str
@@ -261,7 +266,8 @@ class Trajectory:
         return [s.policy_version for s in self.segments if s.policy_version is not None]
 
     def seconds(self, kind: Literal["model", "tool"]) -> float:
-        return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)
+        """Time that it waited for the model or for tools; calls side by side count once."""
+        return covered_s((span.start_s, span.end_s) for span in self.spans if span.kind == kind)
 
 
 Messages = Sequence[Mapping[str, Any]]

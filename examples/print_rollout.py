@@ -1,21 +1,19 @@
 """Print recorded rollouts token by token: sampled ones on green, observed ones grey.
 
-python examples/print_rollout.py runs/tiny-agent/rollouts.jsonl runs/tiny-agent/final --num 3
+python examples/print_rollout.py runs/tiny-agent/rollouts.jsonl --num 3
 python examples/print_rollout.py ... --svg docs/rollout.svg
 """
 
 import argparse
 import itertools
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from agent_vllm.inspect import read_rollouts
+from agent_vllm.inspect import RolloutRecord, read_rollouts
+from agent_vllm.inspect.schema import text_pieces
 
 # Plain SVG: rich's own template loads fonts from the network.
 SVG = """\
@@ -31,42 +29,39 @@ line-height: {line_height}px; }} {styles}</style>
 """
 
 
-def coloured(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+def coloured(record: RolloutRecord) -> Text:
     """The whole sequence; the brighter the green, the less likely the sampled token was."""
-    text = Text()
-    for token in record["prompt_ids"]:
-        text.append(tokenizer.decode([token]), style="grey50")
-    columns = (record["completion_ids"], record["completion_mask"], record["logprobs"])
-    for token, sampled, logprob in zip(*columns, strict=True):
+    text = Text("".join(text_pieces(record, record["prompt_ids"])), style="grey50")
+    pieces = text_pieces(record, record["completion_ids"])
+    columns = (pieces, record["completion_mask"], record["logprobs"])
+    for piece, sampled, logprob in zip(*columns, strict=True):
         green = int(90 + 130 * (1 - math.exp(logprob)))
-        style = f"white on rgb(20,{green},60)" if sampled else "grey70"
-        text.append(tokenizer.decode([token]), style=style)
+        text.append(piece, style=f"white on rgb(20,{green},60)" if sampled else "grey70")
     return text
 
 
-def summary(record: Mapping[str, Any]) -> str:
+def summary(record: RolloutRecord) -> str:
     sampled, total = sum(record["completion_mask"]), len(record["completion_ids"])
-    rewards = ", ".join(f"{name} {value:g}" for name, value in record["rewards"].items())
+    scored = {name: value for name, value in record["rewards"].items() if value is not None}
+    rewards = ", ".join(f"{name} {value:g}" for name, value in scored.items())
     return (
         f"step {record['step']}, {record['stop_reason']}, {rewards}, "
-        f"advantage {record['advantage']:+.2f}, {sampled}/{total} tokens sampled"
+        f"advantage {record['advantage'] or 0:+.2f}, {sampled}/{total} tokens sampled"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rollouts", type=Path)
-    parser.add_argument("tokenizer", help="path or id")
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--num", type=int, default=1)
     parser.add_argument("--svg", type=Path)
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     console = Console(record=arguments.svg is not None, width=100, highlight=False)
     records = read_rollouts(arguments.rollouts)
     stop = arguments.skip + arguments.num
     for record in itertools.islice(records, arguments.skip, stop):
-        console.print(coloured(record, tokenizer))
+        console.print(coloured(record))
         console.print(summary(record), style="bold")
     if arguments.svg is not None:
         console.save_svg(str(arguments.svg), title="", code_format=SVG)

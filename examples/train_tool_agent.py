@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from plots import plot_run
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
@@ -250,24 +251,6 @@ def reward_curve(trainer: AgentGRPOTrainer) -> list[dict[str, float]]:
     return [{key: log[key] for key in keys} for log in logs]
 
 
-def plot_rewards(curve: list[dict[str, float]], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps, mean, std = (
-        torch.tensor([p[k] for p in curve]) for k in ("step", "reward", "reward_std")
-    )
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.fill_between(steps, mean - std, mean + std, alpha=0.2, label="one standard deviation")
-    axes.plot(steps, mean, label="mean reward")
-    axes.set(xlabel="optimizer step", ylabel="reward of sampled trajectories", title=title)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def print_table(summary: Mapping[str, Any], other: Mapping[str, Any] | None) -> None:
     table = Table(title=f"{summary['num_eval_tasks']} held-out tasks, temperature 1")
     for heading in ("", "success", "greedy success", "well-formed calls", "mean turns"):
@@ -318,12 +301,13 @@ def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(summary["reward_curve"], output_dir / "reward.png", script.control or "training")
+    title = script.control or "training"
+    plots = plot_run(trainer.state.log_history, output_dir, title)
     other = json.loads(Path(script.compare_with).read_text()) if script.compare_with else None
     print_table(summary, other)
     print(f"seconds: {summary['seconds']}, peak memory: {summary['peak_rss_mb']} MB")
-    for name in ("summary.json", "reward.png", "rollouts.jsonl", "final"):
-        print(f"wrote {output_dir / name}")
+    for path in (*(output_dir / n for n in ("summary.json", "rollouts.jsonl", "final")), *plots):
+        print(f"wrote {path}")
 
 
 def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:

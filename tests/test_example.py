@@ -44,7 +44,8 @@ def test_a_run_leaves_its_summary_rollouts_plot_and_checkpoint(agent_path, tmp_p
     assert summary["seconds"].keys() == {"set_up", "rollout", "learn", "sync"}
     assert summary["peak_rss_mb"] < 6000
     assert len(list(read_rollouts(tmp_path / "rollouts.jsonl"))) == 2 * 16
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("reward", "stop_reasons", "gap", "gantt"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
 
 

@@ -1,69 +1,131 @@
-"""Figures of a rollout for TRL's log, over all processes. Names follow TRL's where TRL has one."""
+"""Figures of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
 
-from collections.abc import Sequence
+Names follow TRL's where TRL has one. Invariant: figures of all processes meet in one gather, after
+the rollout.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
+from agent_vllm.engines.base import EngineStats
 from agent_vllm.logprobs import logprob_gap
+from agent_vllm.spans import overlap_s
 from agent_vllm.types import StopReason, Trajectory
+from trl_integration.adapter import is_left_out
 
 _COLUMNS = (
     "prompt",
     "sampled",
+    "trained",
     "turns",
     "calls",
     "failed",
+    "invalid",
     "model_s",
     "tool_s",
     "truncated",
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """One process's part."""
+
+    rows: list[list[float]]  # by `_COLUMNS`
+    reasons: list[str]
+    calls: list[tuple[str, bool, float]]  # tool, whether it failed, seconds
+    seconds: float
+    overlap_s: float
+    stats: EngineStats | None
+
+
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], accelerator: Accelerator
+    trajectories: Sequence[Trajectory],
+    *,
+    seconds: float,
+    stats: EngineStats | None = None,
+    mask_truncated: bool = False,
 ) -> tuple[dict[str, float], int]:
     """Metrics by name, and the prompt and sampled tokens of all processes together.
 
     Lengths count sampled tokens, whether or not they are trained.
+
+    Args:
+        seconds: that the rollout took on this process.
+        stats: what the engine did for it, where the engine can tell.
+        mask_truncated: whether trajectories that were cut off are left out of the loss.
     """
-    rows = torch.tensor(
-        [_row(t) for t in trajectories], dtype=torch.float32, device=accelerator.device
+    figures = _Figures(
+        rows=[_row(t, mask_truncated) for t in trajectories],
+        reasons=[t.stop_reason.value for t in trajectories],
+        calls=[call for t in trajectories for call in _calls(t)],
+        seconds=seconds,
+        overlap_s=_overlap_s(trajectories),
+        stats=stats,
     )
-    reasons = torch.tensor(
-        [[t.stop_reason is reason for reason in StopReason] for t in trajectories],
-        device=accelerator.device,
-    )
-    rows, reasons = accelerator.gather((rows, reasons.float()))
+    ranks: list[_Figures] = gather_object([figures])
+    rows = torch.tensor([row for rank in ranks for row in rank.rows], dtype=torch.float64)
     column = dict(zip(_COLUMNS, rows.T, strict=True))
-    lengths, is_truncated = column["sampled"], column["truncated"].bool()
-    num_calls = column["calls"].sum().item()
     metrics = {
+        **_completion_metrics(column),
+        **_rollout_metrics(column, ranks),
+        **_tool_metrics([call for rank in ranks for call in rank.calls], len(rows)),
+        **_engine_metrics([rank.stats for rank in ranks if rank.stats is not None]),
+    }
+    return metrics, int((column["prompt"] + column["sampled"]).sum().item())
+
+
+def _row(trajectory: Trajectory, mask_truncated: bool) -> list[float]:
+    statuses = [result.status for result in trajectory.tool_results]
+    num_sampled = trajectory.num_sampled_tokens
+    return [
+        float(value)
+        for value in (
+            len(trajectory.prompt_ids),
+            num_sampled,
+            0 if is_left_out(trajectory, mask_truncated) else num_sampled,
+            trajectory.num_turns,
+            len(statuses),
+            sum(status != "ok" for status in statuses),
+            sum(status == "invalid" for status in statuses),
+            trajectory.seconds("model"),
+            trajectory.seconds("tool"),
+            trajectory.stop_reason.is_truncated,
+        )
+    ]
+
+
+def _calls(trajectory: Trajectory) -> Iterable[tuple[str, bool, float]]:
+    """Calls that ran. Others may have any name, which the model made up."""
+    spans = [span for span in trajectory.spans if span.kind == "tool"]
+    for span, result in zip(spans, trajectory.tool_results, strict=True):
+        if result.status != "invalid":
+            yield result.name, result.status == "failed", span.end_s - span.start_s
+
+
+def _overlap_s(trajectories: Sequence[Trajectory]) -> float:
+    intervals: dict[str, list[tuple[float, float]]] = {"model": [], "tool": []}
+    for trajectory in trajectories:
+        for span in trajectory.spans:
+            intervals[span.kind].append((span.start_s, span.end_s))
+    return overlap_s(intervals["model"], intervals["tool"])
+
+
+def _completion_metrics(column: dict[str, torch.Tensor]) -> dict[str, float]:
+    lengths, is_truncated = column["sampled"], column["truncated"].bool()
+    num_calls = max(column["calls"].sum().item(), 1)
+    return {
         **_length_metrics("completions/{}_length", lengths),
         "completions/clipped_ratio": is_truncated.float().mean().item(),
         **_length_metrics("completions/{}_terminated_length", lengths[~is_truncated]),
         "tools/call_frequency": column["calls"].mean().item(),
-        "tools/failure_frequency": column["failed"].sum().item() / max(num_calls, 1),
-        "rollout/turns": column["turns"].mean().item(),
-        "rollout/model_seconds": column["model_s"].mean().item(),
-        "rollout/tool_seconds": column["tool_s"].mean().item(),
+        "tools/failure_frequency": column["failed"].sum().item() / num_calls,
+        "tools/invalid_frequency": column["invalid"].sum().item() / num_calls,
     }
-    for reason, share in zip(StopReason, reasons.mean(dim=0).tolist(), strict=True):
-        metrics[f"rollout/stop_reason/{reason.value}"] = share
-    return metrics, int((column["prompt"] + column["sampled"]).sum().item())
-
-
-def _row(trajectory: Trajectory) -> list[float]:
-    return [
-        len(trajectory.prompt_ids),
-        trajectory.num_sampled_tokens,
-        trajectory.num_turns,
-        len(trajectory.tool_results),
-        sum(result.status != "ok" for result in trajectory.tool_results),
-        trajectory.seconds("model"),
-        trajectory.seconds("tool"),
-        trajectory.stop_reason.is_truncated,
-    ]
 
 
 def _length_metrics(name: str, lengths: torch.Tensor) -> dict[str, float]:
@@ -76,27 +138,77 @@ def _length_metrics(name: str, lengths: torch.Tensor) -> dict[str, float]:
     }
 
 
+def _rollout_metrics(column: dict[str, torch.Tensor], ranks: list[_Figures]) -> dict[str, float]:
+    reasons = [reason for rank in ranks for reason in rank.reasons]
+    sampled, trained = column["sampled"].sum().item(), column["trained"].sum().item()
+    slowest_s = max(rank.seconds for rank in ranks)
+    all_s = sum(rank.seconds for rank in ranks)
+    return {
+        "rollout/turns": column["turns"].mean().item(),
+        "rollout/turns_max": column["turns"].max().item(),
+        "rollout/seconds": slowest_s,
+        "rollout/model_seconds": column["model_s"].mean().item(),
+        "rollout/tool_seconds": column["tool_s"].mean().item(),
+        "rollout/overlap": sum(rank.overlap_s for rank in ranks) / max(all_s, 1e-9),
+        "rollout/sampled_tokens": sampled,
+        "rollout/trained_tokens": trained,
+        "rollout/excluded_tokens": sampled - trained,
+        "rollout/tokens_per_second": sampled / max(slowest_s, 1e-9),
+        **{
+            f"rollout/stop_reason/{reason.value}": reasons.count(reason.value) / len(reasons)
+            for reason in StopReason
+        },
+    }
+
+
+def _tool_metrics(calls: list[tuple[str, bool, float]], num_rows: int) -> dict[str, float]:
+    metrics = {}
+    for tool in sorted({name for name, _, _ in calls}):
+        failed = [has_failed for name, has_failed, _ in calls if name == tool]
+        seconds = torch.tensor([seconds for name, _, seconds in calls if name == tool])
+        metrics |= {
+            f"tools/{tool}/call_frequency": len(failed) / num_rows,
+            f"tools/{tool}/failure_frequency": sum(failed) / len(failed),
+            f"tools/{tool}/seconds_p50": seconds.quantile(0.5).item(),
+            f"tools/{tool}/seconds_p95": seconds.quantile(0.95).item(),
+        }
+    return metrics
+
+
+def _engine_metrics(stats: list[EngineStats]) -> dict[str, float]:
+    if not stats:
+        return {}
+    num_prompt_tokens = sum(s.num_prompt_tokens for s in stats)
+    num_steps = sum(s.num_steps for s in stats)
+    return {
+        "engine/prefix_cache_hit_rate": sum(s.num_cached_tokens for s in stats)
+        / max(num_prompt_tokens, 1),
+        "engine/queue_depth": sum(s.num_waiting for s in stats) / max(num_steps, 1),
+    }
+
+
 class GapMeter:
     """The engine's logprobs against the learner's, while both hold the same weights."""
 
     def __init__(self) -> None:
-        self._policy_version: int | None = None
+        self._sampled_with: dict[str, int] = {}
 
-    def expect(self, policy_version: int) -> None:
-        """A rollout was made with this version."""
-        self._policy_version = policy_version
+    def expect(self, mode: str, policy_version: int) -> None:
+        """The latest rollout of this mode was made with this version."""
+        self._sampled_with[mode] = policy_version
+
+    def lag(self, mode: str, policy_version: int) -> int:
+        """By how many versions the learner has moved on since that rollout."""
+        return policy_version - self._sampled_with[mode]
 
     def measure(
         self,
-        policy_version: int,
         engine: torch.Tensor,
         learner: torch.Tensor,
         mask: torch.Tensor,
         accelerator: Accelerator,
     ) -> dict[str, float]:
-        """Metrics over all processes; none once the learner has moved on. Tensors `[B, C]`."""
-        if policy_version != self._policy_version:
-            return {}
+        """Metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
         gap, count = logprob_gap(engine, learner, mask), mask.sum().item()
         local = torch.tensor(
             [[gap.mean * count, gap.kl * count, count, gap.max]], device=accelerator.device

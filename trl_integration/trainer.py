@@ -9,7 +9,6 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,15 @@ from trl.trainer.utils import get_config_model_id
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine, create_rollout_engine
 from agent_vllm.errors import EngineError
-from agent_vllm.inspect import RolloutProgress, RolloutRecorder
+from agent_vllm.inspect import RolloutProgress
+from agent_vllm.inspect.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
-from agent_vllm.tools import Tool, tools_by_name
+from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.adapter import is_left_out, reward_columns, to_trl
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.metrics import GapMeter, rollout_metrics
+from trl_integration.recording import RecordedRollout, TrainingRecord
 from trl_integration.row_tools import select_tools
 
 ToolFunctions = Sequence[Tool | Callable[..., Any]]
@@ -71,6 +72,9 @@ class AgentGRPOTrainer(GRPOTrainer):
             `"vllm"`, `"torch"`, or an engine built by you, which you close.
         chat_format ([`agent_vllm.ChatFormat`], *optional*):
             How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
+        redact_rollouts (`Callable`, *optional*):
+            With `record_rollouts`: gets each record before it is written and returns what is written instead, such as
+            [`agent_vllm.inspect.redact_secrets`].
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         tools: ToolFunctions | Callable[[Mapping[str, Any]], ToolFunctions] | None = None,
         rollout_engine: str | RolloutEngine = "vllm",
         chat_format: ChatFormat | None = None,
+        redact_rollouts: Redact | None = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -120,15 +125,18 @@ class AgentGRPOTrainer(GRPOTrainer):
         self._engine_is_current = False
         self._gap = GapMeter()
         self._rollouts_at: dict[tuple[str, int], int] = {}  # how many at this mode and step
-        self._recorder = self._open_record()
+        self._record = None
+        if args.record_rollouts:
+            rank = self.accelerator.process_index
+            self._record = TrainingRecord(args.output_dir, rank, self._tokenizer, redact_rollouts)
         self.add_callback(_SyncCallback(self))
 
     def close(self) -> None:
         """Close the engine that this trainer built, and the record."""
         if self._owns_engine:
             self.rollout_engine.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._record is not None:
+            self._record.close()
 
     # ---- weights ----
 
@@ -140,11 +148,14 @@ class AgentGRPOTrainer(GRPOTrainer):
             `int`: the engine's new policy version.
         """
         start_s = time.perf_counter()
-        version = self.rollout_engine.update_policy(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        version = self.rollout_engine.update_policy(model)
         self._engine_is_current = True
         seconds = time.perf_counter() - start_s
         self.seconds["sync"] += seconds
         self._metrics["train"]["rollout/sync_seconds"].append(seconds)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._metrics["train"]["rollout/sync_bytes"].append(float(num_bytes))
         return version
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -156,7 +167,7 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = [dict(row) for row in inputs]  # TRL adds columns, and samplers repeat row objects
-        self._rows = inputs
+        self._rows = [dict(row) for row in inputs]  # without what TRL adds
         output = super()._generate_and_score_completions(inputs)
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
@@ -164,40 +175,25 @@ class AgentGRPOTrainer(GRPOTrainer):
         trained = [not is_left_out(t, mask_truncated) for t in self.trajectories]
         mask = torch.tensor(trained, device=output["completion_mask"].device).long()
         output["completion_mask"] = output["completion_mask"] * mask[:, None]
-        self._record(output["advantages"])
+        if self._record is not None:
+            learner = output.get("old_per_token_logps") if self.use_vllm else None
+            output["row_number"] = self._record.write(
+                self._recorded_rollout(output["advantages"], trained), learner
+            )
         return output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if not self._engine_is_current:
             self.sync_engine()
-        mode = self._mode
-        status = RolloutStatus()
-        is_shown = self.args.rollout_progress and self.accelerator.is_main_process
-        title = f"{mode} rollout at step {self.state.global_step}"
-        with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
-            self.trajectories = rollout_batch(
-                self.rollout_engine,
-                self.chat_format,
-                prompts,
-                [self._row_tools(index) for index in range(len(prompts))],
-                limits=self.args.limits(),
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k or 0,
-                min_p=self.min_p or 0.0,
-                thinking_ratio=self.args.thinking_ratio,
-                seed=self._rollout_seed(mode),
-                status=status,
-            )
-        self.seconds["rollout"] += status.elapsed_s
+        self.trajectories = self._rollout(prompts)
         self._check_engine_answered()
-        self._gap.expect(self.rollout_engine.policy_version)
+        self._gap.expect(self._mode, self.rollout_engine.policy_version)
         fields = to_trl(
             self.trajectories,
             self._tokenizer.pad_token_id,
             mask_truncated=self.args.mask_truncated_completions,
         )
-        self._log_rollout(mode)
+        self._log_rollout(self._mode)
         return (
             fields.prompt_ids,
             fields.completion_ids,
@@ -208,6 +204,35 @@ class AgentGRPOTrainer(GRPOTrainer):
             None,  # images
             [],  # images in tool results
         )
+
+    def _rollout(self, prompts: list[Any]) -> list[Trajectory]:
+        mode = self._mode
+        status = RolloutStatus()
+        self._tools_of_rows = [self._row_tools(index) for index in range(len(prompts))]
+        self._seed, self._started = self._rollout_seed(mode), time.time()
+        stats_before = self.rollout_engine.stats()
+        is_shown = self.args.rollout_progress and self.accelerator.is_main_process
+        title = f"{mode} rollout at step {self.state.global_step}"
+        with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
+            trajectories = rollout_batch(
+                self.rollout_engine,
+                self.chat_format,
+                prompts,
+                self._tools_of_rows,
+                limits=self.args.limits(),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k or 0,
+                min_p=self.min_p or 0.0,
+                thinking_ratio=self.args.thinking_ratio,
+                seed=self._seed,
+                status=status,
+            )
+        self._rollout_s = status.elapsed_s
+        self.seconds["rollout"] += self._rollout_s
+        stats = self.rollout_engine.stats()
+        self._engine_stats = stats and stats_before and stats.since(stats_before)
+        return trajectories
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -233,17 +258,24 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
-        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        mode = self._mode
+        lag = self._gap.lag(mode, self.rollout_engine.policy_version)
+        self._metrics[mode]["sampling/policy_version_lag"].append(float(lag))
+        if lag == 0:  # engine and learner still hold the same weights
+            self._measure_gap(mode, inputs)
+        return loss
+
+    def _measure_gap(self, mode: str, inputs: dict[str, Any]) -> None:
         gap = self._gap.measure(
-            self.rollout_engine.policy_version,
             inputs["sampling_per_token_logps"],
             self._learner_logps,
-            mask,
+            inputs["completion_mask"] * inputs["tool_mask"],
             self.accelerator,
         )
         for name, value in gap.items():
-            self._metrics[self._mode][name].append(value)
-        return loss
+            self._metrics[mode][name].append(value)
+        if self._record is not None:
+            self._record.amend(mode, inputs["row_number"], self._learner_logps)
 
     # ---- parts ----
 
@@ -298,32 +330,39 @@ class AgentGRPOTrainer(GRPOTrainer):
             )
 
     def _log_rollout(self, mode: str) -> None:
-        metrics, num_tokens = rollout_metrics(self.trajectories, self.accelerator)
+        metrics, num_tokens = rollout_metrics(
+            self.trajectories,
+            seconds=self._rollout_s,
+            stats=self._engine_stats,
+            mask_truncated=self.args.mask_truncated_completions,
+        )
         if mode == "train":
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
-    def _open_record(self) -> RolloutRecorder | None:
-        if not self.args.record_rollouts:
-            return None
-        rank = self.accelerator.process_index
-        name = "rollouts.jsonl" if rank == 0 else f"rollouts-{rank}.jsonl"
-        return RolloutRecorder(Path(self.args.output_dir) / name)
-
-    def _record(self, advantages: torch.Tensor) -> None:
-        if self._recorder is None:
-            return
-        rows = zip(self.trajectories, self._rewards.tolist(), advantages.tolist(), strict=True)
-        for trajectory, rewards, advantage in rows:
-            self._recorder.write(
-                trajectory,
-                step=self.state.global_step,
-                mode=self._mode,
-                rewards=dict(zip(self.reward_func_names, rewards, strict=True)),
-                advantage=advantage,
-            )
+    def _recorded_rollout(
+        self, advantages: torch.Tensor, trained: Sequence[bool]
+    ) -> RecordedRollout:
+        names, mode = self.reward_func_names, self._mode
+        return RecordedRollout(
+            trajectories=self.trajectories,
+            rows=[{k: v for k, v in row.items() if k != "prompt"} for row in self._rows],
+            tools=[list(map(tool_name, tools)) for tools in self._tools_of_rows],
+            rewards=[dict(zip(names, row, strict=True)) for row in self._rewards.tolist()],
+            advantages=advantages.tolist(),
+            trained=[is_in and mode == "train" for is_in in trained],
+            mode=mode,
+            step=self.state.global_step,
+            rank=self.accelerator.process_index,
+            num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
+            num_processes=self.accelerator.num_processes,
+            seed=self._seed,
+            started=self._started,
+            temperature=self.temperature,
+            max_model_len=self.rollout_engine.max_model_len,
+        )
 
 
 class _SyncCallback(TrainerCallback):

@@ -57,6 +57,24 @@ class RolloutResult:
     completions: list[str]  # B*G
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What an engine has done since it was built; the difference of two is what lies between."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of them, taken from the prefix cache
+    num_steps: int = 0
+    num_waiting: int = 0  # requests that had no place yet, added up over the steps
+
+    def since(self, earlier: "EngineStats") -> "EngineStats":
+        return EngineStats(
+            num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
+            num_steps=self.num_steps - earlier.num_steps,
+            num_waiting=self.num_waiting - earlier.num_waiting,
+        )
+
+
 class RolloutEngine(ABC):
     """Samples sequences with one policy whose weights can be replaced.
 
@@ -93,6 +111,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _load_weights(self, model: PreTrainedModel) -> None:
         """Make the learner's current weights the engine's; drop every cache made with others."""
+
+    def stats(self) -> EngineStats | None:
+        """Counters for metrics; None where the engine keeps none."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to free
         """Free what the engine holds. Closing twice is fine."""

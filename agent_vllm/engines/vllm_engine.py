@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine
+from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import StepDriver
 from agent_vllm.engines.models import context_length, model_source
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
@@ -118,6 +118,9 @@ class VLLMRolloutEngine(RolloutEngine):
                     "engine."
                 )
             self._is_checked = True
+
+    def stats(self) -> EngineStats:
+        return self._stepper.stats
 
     def close(self) -> None:
         if self._driver.is_open:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource, evaluating
@@ -148,6 +148,7 @@ class VLLMStepper:
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
+        self.stats = EngineStats()
         _process_groups.acquire(self, had_default=had_default)
 
     def add(self, request: GenerationRequest) -> None:
@@ -177,7 +178,21 @@ class VLLMStepper:
     def step(self) -> list[tuple[GenerationRequest, Outcome]]:
         with random_state_kept():
             outputs = self._llm.step()
-        return [self._finish(output) for output in outputs if output.finished]
+        finished = [output for output in outputs if output.finished]
+        self._count(finished)
+        return [self._finish(output) for output in finished]
+
+    def _count(self, finished: Iterable[Any]) -> None:
+        _, num_waiting = self._llm.engine_core.engine_core.scheduler.get_request_counts()
+        stats = self.stats
+        self.stats = EngineStats(
+            num_prompt_tokens=stats.num_prompt_tokens
+            + sum(len(output.prompt_token_ids) for output in finished),
+            num_cached_tokens=stats.num_cached_tokens
+            + sum(output.num_cached_tokens or 0 for output in finished),
+            num_steps=stats.num_steps + 1,
+            num_waiting=stats.num_waiting + num_waiting,
+        )
 
     def _finish(self, output: Any) -> tuple[GenerationRequest, Outcome]:
         request = self._requests.pop(output.request_id)

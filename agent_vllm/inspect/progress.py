@@ -1,4 +1,5 @@
-"""Live progress of one rollout: a moving line on a terminal, else one plain line at its end."""
+"""Live progress of one rollout: a moving line on a terminal or in a notebook, and a plain line at
+its end, which is all that a file or a dumb terminal gets."""
 
 import sys
 import threading
@@ -40,7 +41,7 @@ class RolloutProgress:
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if self._enabled and self._can_move:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
             threading.Thread(target=self._refresh, daemon=True, name="rollout progress").start()
@@ -58,15 +59,29 @@ class RolloutProgress:
         if self._enabled and error is None:
             self._console.print(self.line(), highlight=False, soft_wrap=True)
 
+    @property
+    def _can_move(self) -> bool:
+        console = self._console
+        return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
+
     def line(self) -> str:
-        """The figures in one line."""
+        """The figures in one line; what is over leaves out what only a running rollout has."""
         status = self._status
         rate = status.num_sampled_tokens / max(status.elapsed_s, 1e-9)
         parts = [f"{self._title}: {status.num_finished}/{status.num_trajectories} finished"]
-        if status.num_finished < status.num_trajectories:
+        is_running = status.num_finished < status.num_trajectories
+        if is_running:
             parts.append(f"{status.num_generating} generating, {status.num_in_tools} in tools")
+        if status.num_turns:
+            mean = status.num_turns / status.num_trajectories
+            parts.append(f"{mean:.1f} turns (most {status.max_turn})")
         parts.append(f"{status.num_sampled_tokens} tokens, {rate:.0f}/s")
-        return ", ".join(parts) + f", {status.elapsed_s:.1f} s"
+        if is_running and (call := status.slowest_call) is not None:
+            parts.append(f"{call[0]} has run {call[1]:.1f} s")
+        parts.append(f"{status.elapsed_s:.1f} s")
+        if is_running and (left_s := status.remaining_s) is not None:
+            parts.append(f"about {left_s:.0f} s left")
+        return ", ".join(parts)
 
     def _refresh(self) -> None:
         while self._live is not None and not self._stop.wait(_REFRESH_S):

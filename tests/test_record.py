@@ -1,0 +1,344 @@
+"""Recorded rollouts: what is written is read back, whatever is in it and however the run ended."""
+
+import json
+import math
+import tracemalloc
+import warnings
+
+import pytest
+from fakes import ADD, add, call, chatml_tokenizer, ids_of, observed, sampled, trajectory, user
+
+from agent_vllm.cli import main
+from agent_vllm.errors import RecordError
+from agent_vllm.inspect import (
+    RolloutRecorder,
+    read_batches,
+    read_rollouts,
+    redact_secrets,
+    to_trajectory,
+)
+from agent_vllm.inspect.record import trajectory_record
+from agent_vllm.rollout import rollout_single
+from agent_vllm.types import StopReason
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "runs" / "rollouts.jsonl"
+
+
+def record(path, *trajectories, **options):
+    """Write and read back; `options` are fields, or the recorder's own."""
+    own = {name: options.pop(name) for name in ("tokenizer", "redact") if name in options}
+    with RolloutRecorder(path, **own) as recorder:
+        for t in trajectories:
+            recorder.write(t, **options)
+    return list(read_rollouts(path))
+
+
+# ---- whole ----
+
+
+def test_what_is_read_is_what_was_written(path, chat, scripted):
+    t = rollout_single(scripted([ADD, "3"]), chat, user("汉"), [add], thinking_ratio=1)
+    fields = {
+        "mode": "eval", "step": 3, "rank": 1, "rollout": 2, "group": 4, "generation": 5,
+        "seed": 2**62, "temperature": 0.7, "max_model_len": 64, "started": 1.5, "tools": ["add"],
+        "rewards": {"good": 0.5, "unscored": None}, "advantage": -1.5, "trained": True,
+        "learner_logprobs": [-0.25] * len(t.completion_ids), "row": {"answer": ["3", None]},
+    }  # fmt: skip
+    (line,) = record(path, t, tokenizer=chat.tokenizer, **fields)
+    assert {name: line[name] for name in fields} == fields
+    assert {name: line[name] for name in trajectory_record(t)} == trajectory_record(t)
+    assert (line["schema"], line["id"], line["session"]) == (2, "eval-3-1-0", 1)
+    assert to_trajectory(line) == t
+    text = "".join(line["token_texts"][str(token)] for token in t.prompt_ids + t.completion_ids)
+    assert text == chat.tokenizer.decode(t.prompt_ids + t.completion_ids)
+    assert set(map(int, line["token_texts"])) == {*t.prompt_ids, *t.completion_ids}
+
+
+def test_every_line_is_whole_as_soon_as_it_is_written(path):
+    recorder = RolloutRecorder(path)
+    for num_lines in (1, 2):
+        recorder.write(trajectory([1], sampled(2), observed(3)))
+        lines = path.read_text().splitlines(keepends=True)
+        assert [line.endswith("}\n") for line in lines] == [True] * num_lines
+    recorder.close()
+
+
+def test_a_later_session_has_ids_of_its_own(path):
+    record(path, trajectory([1]), trajectory([2]), step=7)
+    record(path, trajectory([3]), step=7)
+    lines = record(path, trajectory([4], stop_reason=StopReason.CONTEXT_FULL), step=8)
+    assert [(line["id"], line["prompt_ids"]) for line in lines] == [
+        ("rollout-7-0-0", [1]), ("rollout-7-0-1", [2]),
+        ("rollout-7-0-0-2", [3]), ("rollout-8-0-0-3", [4]),
+    ]  # fmt: skip
+    assert [len(batch) for batch in read_batches(path)] == [2, 1, 1]
+
+
+def test_amendments_are_joined(path):
+    with RolloutRecorder(path) as recorder:
+        first = recorder.write(trajectory([1], sampled(2, 3)))
+        recorder.write(trajectory([1], sampled(4)))
+        recorder.amend(first, learner_logprobs=[-1.0, -2.0])
+        recorder.amend(first, advantage=2.0)
+    lines = list(read_rollouts(path))
+    assert [line["learner_logprobs"] for line in lines] == [[-1.0, -2.0], None]
+    assert [line["advantage"] for line in lines] == [2.0, None]
+    assert lines[0]["id"] == first == "rollout-0-0-0"
+
+
+def test_unknown_fields_are_refused(path):
+    with RolloutRecorder(path) as recorder, pytest.raises(TypeError, match=r"no fields \['rewrd'"):
+        recorder.write(trajectory([1]), rewrd=1)
+
+
+def test_reading_holds_one_record_at_a_time(path):
+    long = trajectory([1] * 20_000, messages=user("x" * 50_000))
+    with RolloutRecorder(path) as recorder:
+        for _ in range(100):
+            recorder.amend(recorder.write(long), advantage=1.0)
+    tracemalloc.start()
+    num_read = sum(line["advantage"] == 1.0 for line in read_rollouts(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_read == 100
+    assert peak < 2**20 < path.stat().st_size / 10
+
+
+# ---- odd values ----
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\u2028c", "\ud83d!", '\x00\x1f\\u0041"', "🏳️‍🌈 é 汉", "", '"amends"']
+)
+def test_any_text_survives(path, text):
+    message = {"role": "user", "content": text}
+    lines = record(path, trajectory([1], messages=[message]), trajectory([2]))
+    assert [line["messages"] for line in lines] == [[message], []]
+
+
+def test_numbers_that_json_lacks_survive_in_fields_of_numbers(path):
+    odd = [math.nan, math.inf, -math.inf]
+    t = trajectory([1], sampled(2, 3, 4))
+    t.segments[0].logprobs[:] = odd
+    (line,) = record(path, t, learner_logprobs=odd, advantage=-math.inf, rewards={"r": math.nan})
+    for values in (line["logprobs"], line["learner_logprobs"]):
+        assert math.isnan(values[0]) and values[1:] == odd[1:]
+    assert line["advantage"] == -math.inf and math.isnan(line["rewards"]["r"])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    json.loads(path.read_text(), parse_constant=refuse)  # readers other than Python's take it
+
+
+def test_rows_of_anything_become_json(path):
+    import numpy
+
+    row = {"array": numpy.arange(2), 3: {4}, "nan": math.nan, "object": StopReason, "tuple": (1,)}
+    (line,) = record(path, trajectory([1]), row=row)
+    assert line["row"] == {
+        "array": [0, 1], "3": [4], "nan": "NaN", "object": str(StopReason), "tuple": [1],
+    }  # fmt: skip
+
+
+# ---- what a killed run leaves ----
+
+
+def test_a_line_that_was_cut_off_is_skipped_with_a_warning_and_then_taken_away(path):
+    record(path, trajectory([1]), trajectory([2], messages=user("汉")))
+    whole = path.read_bytes()
+    second = whole.index(b"\n") + 1
+    for end in range(second + 1, len(whole) - 1, 7):
+        path.write_bytes(whole[:end])
+        with pytest.warns(UserWarning, match=r"rollouts.jsonl:2 is cut off"):
+            assert [line["prompt_ids"] for line in read_rollouts(path)] == [[1]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [line["prompt_ids"] for line in record(path, trajectory([3]))] == [[1], [3]]
+        path.write_bytes(whole[:-1])  # only the newline is gone
+        assert len(list(read_rollouts(path))) == 2
+
+
+def test_a_run_killed_in_its_first_line_can_go_on(path):
+    record(path, trajectory([1]))
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.warns(UserWarning, match="cut off"), pytest.raises(RecordError, match="holds no"):
+        list(read_rollouts(path))
+    assert [line["id"] for line in record(path, trajectory([2]))] == ["rollout-0-0-0"]
+
+
+# ---- files that are no record ----
+
+
+def lines_of(**changes):
+    """A whole record with some fields changed; ... takes one out."""
+    with RolloutRecorder("/dev/null") as recorder:
+        value = recorder._record(trajectory([1], sampled(2), messages=user()), {})
+    return json.dumps({k: v for k, v in {**value, **changes}.items() if v is not ...}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no recorded trajectory"),
+        ('{"schema": 1, "step": 3}\n', ":1 has schema 1, this version reads 2. Read it with"),
+        ("{}\n", ":1 is no recorded rollout: it has no `schema`"),
+        ("[1]\n", ":1 is no recorded rollout"),
+        ("step,reward\n", ":1 is not JSON"),
+        (lines_of() + "oops\n", ":2 is not JSON"),
+        (lines_of() + lines_of(), ":2 has id 'rollout-0-0-0', which line 1 has too"),
+        (lines_of(advantage=...), ":1 has no `advantage`"),
+        (lines_of(step="3"), "`step` must be a whole number, got '3'"),
+        (lines_of(id=[1]), r"`id` must be text, got \[1\]"),
+        (lines_of(trained=1), "`trained` must be true or false, got 1"),
+        (lines_of(step=True), "`step` must be a whole number, got True"),
+        (lines_of(prompt_ids=[1.0]), "`prompt_ids` must be a list of whole numbers"),
+        (lines_of(completion_mask=[2]), "`completion_mask` must be a list of 0 and 1"),
+        (lines_of(stop_reason="tired"), "`stop_reason` must be a stop reason, got 'tired'"),
+        (lines_of(rewards=[1]), "`rewards` must be numbers or null by name"),
+        (lines_of(tool_results=[{"name": "a"}]), "`tool_results` must be a list of name"),
+        (lines_of(spans=[{"kind": "nap"}]), "`spans` must be a list of kind"),
+        (lines_of(logprobs=[]), r"one length, got {'completion_ids': 1, 'completion_mask': 1, 'lo"),
+        (lines_of(learner_logprobs=[0.0] * 2), "must have one length"),
+        (lines_of(num_prompt_messages=2), "`num_prompt_messages` is 2 of 1 messages"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_and_line(path, text, message):
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(RecordError, match=message) as raised:
+        list(read_rollouts(path))
+    assert str(path) in str(raised.value)
+
+
+def test_a_whole_record_passes(path):
+    path.parent.mkdir()
+    path.write_text(lines_of())
+    assert len(list(read_rollouts(path))) == 1
+
+
+def test_a_missing_file(path):
+    with pytest.raises(FileNotFoundError, match=r"is not there\. A trainer with `record_rollouts"):
+        read_rollouts(path)
+
+
+@pytest.mark.parametrize("text", ["notes", "notes\n", '{"schema": 1}\n'])
+def test_other_files_are_not_written_to(path, text):
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(RecordError, match=r"is there and is no record of schema 2\. Move it away"):
+        RolloutRecorder(path)
+    assert path.read_text() == text
+
+
+def test_turns_and_policy_versions_must_belong_together(path):
+    (line,) = record(path, trajectory([1], sampled(2), observed(3), sampled(4)))
+    with pytest.raises(RecordError, match="has 2 sampled turns and 1 policy versions"):
+        to_trajectory({**line, "policy_versions": [0]})
+
+
+# ---- secrets ----
+
+SECRET = "sk-12ab"
+
+
+def spelled(line):
+    """What the record still says, as one text."""
+    pieces = line["token_texts"]
+    tokens = "".join(pieces[str(t)] for t in line["prompt_ids"] + line["completion_ids"])
+    return tokens + json.dumps({k: v for k, v in line.items() if k != "token_texts"})
+
+
+def test_secrets_leave_texts_and_tokens(path, chat, scripted):
+    def key(owner: str) -> str:
+        """
+        Looks up a key.
+
+        Args:
+            owner: whose
+        """
+        return f"{owner}: {SECRET}."
+
+    turns = [call("key", owner="bob"), f"It is {SECRET}!"]
+    t = rollout_single(scripted(turns), chat, user(f"Not {SECRET}?"), [key])
+    options = {"tokenizer": chat.tokenizer, "row": {SECRET: [f"a {SECRET}"]}}
+    plain = record(path, t, **options)[0]
+    assert spelled(plain).count(SECRET) > 5
+    line = record(path, t, redact=redact_secrets(r"sk-\w+"), **options)[1]
+    assert SECRET not in spelled(line)
+    assert line["tool_results"][0]["content"] == "bob: [redacted]."
+    assert line["row"] == {"[redacted]": ["a [redacted]"]}
+    expected = [
+        -1 if is_secret else token
+        for token, is_secret in zip(t.completion_ids, secret_places(chat, t), strict=True)
+    ]
+    assert line["completion_ids"] == expected
+    assert line["logprobs"] == t.logprobs
+
+
+def secret_places(chat, t):
+    text = chat.tokenizer.decode(t.completion_ids)
+    ids = t.completion_ids
+    needle = ids_of(chat.tokenizer, SECRET)
+    starts = [i for i in range(len(ids)) if ids[i : i + len(needle)] == needle]
+    assert len(starts) == text.count(SECRET) == 2
+    return [any(s <= i < s + len(needle) for s in starts) for i in range(len(ids))]
+
+
+def test_where_the_ids_spell_it_otherwise_all_are_blanked(path):
+    tokenizer = chatml_tokenizer()
+    ids = ids_of(tokenizer, '{"key": "sk-\\u0031"}')
+    t = trajectory(ids, sampled(*ids), messages=user("sk-1"), num_prompt_messages=1)
+    (line,) = record(path, t, tokenizer=tokenizer, redact=redact_secrets(r"sk-1"))
+    assert set(line["prompt_ids"] + line["completion_ids"]) == {-1}
+    assert line["token_texts"] == {"-1": "[redacted]"}
+
+
+def test_a_hook_may_leave_a_trajectory_out(path):
+    def only_even(line):
+        return line if line["prompt_ids"][0] % 2 == 0 else None
+
+    lines = record(path, *(trajectory([i]) for i in range(4)), redact=only_even)
+    assert [line["prompt_ids"] for line in lines] == [[0], [2]]
+
+
+def test_what_a_hook_breaks_is_named_before_it_is_written(path):
+    with (
+        RolloutRecorder(path, redact=lambda line: {**line, "messages": None}) as recorder,
+        pytest.raises(RecordError, match="Record rollout-0-0-0, redacted: `messages` must be"),
+    ):
+        recorder.write(trajectory([1]))
+    assert path.read_text() == ""
+
+
+# ---- Parquet ----
+
+
+def test_parquet_holds_the_same_records(path, chat, scripted, capsys):
+    t = rollout_single(scripted([ADD, "汉"]), chat, user("\ud83d"), [add])
+    options = {"tokenizer": chat.tokenizer, "row": {"mixed": [1, "a", None]}}
+    record(path, t, step=1, rewards={"a": None, "b": math.inf}, **options)
+    lines = record(path, trajectory([1]), learner_logprobs=[], **options)
+    output = path.with_suffix(".parquet")
+    assert main(["export", str(path), str(output)]) == 0
+    assert f"wrote 2 trajectories to {output}" in capsys.readouterr().out
+    assert list(read_rollouts(output)) == lines
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, output.name]
+
+
+def test_an_export_goes_to_parquet_only(path):
+    with pytest.raises(SystemExit, match=r"must end in .parquet, got out.csv"):
+        main(["export", str(path), "out.csv"])
+
+
+def test_a_command_says_what_is_wrong_with_a_file(path, tmp_path):
+    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl is not there"):
+        main(["export", str(path), str(tmp_path / "out.parquet")])
+    path.parent.mkdir()
+    path.write_text(lines_of() + "oops\n")
+    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl:2 is not JSON"):
+        main(["export", str(path), str(tmp_path / "out.parquet")])
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]

@@ -1,0 +1,136 @@
+"""What a training run writes to its record of rollouts, and when.
+
+Owns the fields that only the trainer knows, and the way of the learner's logprobs to the rows that
+TRL shuffled and split. Invariant: a row's learner logprobs are written once, and are those of the
+policy version that sampled it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from agent_vllm.inspect import RolloutRecorder
+from agent_vllm.inspect.record import Redact
+from agent_vllm.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRollout:
+    """One rollout of one process, after its rewards are known; lists have one entry a row."""
+
+    trajectories: Sequence[Trajectory]
+    rows: Sequence[Mapping[str, Any]]  # the dataset's columns
+    tools: Sequence[list[str]]  # names
+    rewards: Sequence[Mapping[str, float]]
+    advantages: Sequence[float]
+    trained: Sequence[bool]
+    mode: str
+    step: int
+    rank: int
+    num_generations: int
+    num_processes: int
+    seed: int
+    started: float
+    temperature: float
+    max_model_len: int
+
+
+class TrainingRecord:
+    """The rollouts of one process.
+
+    Args:
+        folder: `rollouts.jsonl` is written there, by other ranks `rollouts-RANK.jsonl`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        rank: int,
+        tokenizer: PreTrainedTokenizerBase,
+        redact: Redact | None,
+    ) -> None:
+        name = "rollouts.jsonl" if rank == 0 else f"rollouts-{rank}.jsonl"
+        self._recorder = RolloutRecorder(Path(folder) / name, tokenizer=tokenizer, redact=redact)
+        self._num_rollouts: Counter[tuple[str, int]] = Counter()
+        self._num_groups: Counter[tuple[str, int]] = Counter()
+        # the latest rollout's rows of each mode, by number
+        self._unmeasured: dict[str, dict[int, tuple[str, Trajectory]]] = {}
+        self._next_row = 0
+
+    def write(
+        self, rollout: RecordedRollout, learner_logprobs: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Record a rollout.
+
+        Args:
+            learner_logprobs: `[B, C]` where they are known already.
+
+        Returns:
+            `[B]` row numbers, for TRL to carry to the loss, where `amend` wants them.
+        """
+        numbers = torch.arange(len(rollout.trajectories)) + self._next_row
+        self._next_row += len(numbers)
+        known = None if learner_logprobs is None else learner_logprobs.cpu()
+        self._unmeasured[rollout.mode] = {}
+        key = (rollout.mode, rollout.step)
+        for index, trajectory in enumerate(rollout.trajectories):
+            learner = None if known is None else _of_sampled(trajectory, known[index])
+            record_id = self._recorder.write(
+                trajectory, learner_logprobs=learner, **self._fields(rollout, index)
+            )
+            if learner is None and record_id is not None:
+                self._unmeasured[rollout.mode][int(numbers[index])] = (record_id, trajectory)
+        num_rows = len(rollout.trajectories) * rollout.num_processes
+        self._num_rollouts[key] += 1
+        self._num_groups[key] += -(-num_rows // rollout.num_generations)
+        return numbers
+
+    def amend(self, mode: str, numbers: torch.Tensor, learner_logprobs: torch.Tensor) -> None:
+        """Add the learner's logprobs `[B, C]` to the rows `[B]` that have none yet."""
+        unmeasured = self._unmeasured[mode]
+        for number, logprobs in zip(numbers.tolist(), learner_logprobs.cpu(), strict=True):
+            if number in unmeasured:
+                record_id, trajectory = unmeasured.pop(number)
+                learner = _of_sampled(trajectory, logprobs)
+                self._recorder.amend(record_id, learner_logprobs=learner)
+
+    def close(self) -> None:
+        self._recorder.close()
+
+    def _fields(self, rollout: RecordedRollout, index: int) -> dict[str, Any]:
+        key = (rollout.mode, rollout.step)
+        place = rollout.rank * len(rollout.trajectories) + index  # in the batch of all processes
+        rewards = rollout.rewards[index].items()
+        return {
+            "mode": rollout.mode,
+            "step": rollout.step,
+            "rank": rollout.rank,
+            "rollout": self._num_rollouts[key],
+            "group": self._num_groups[key] + place // rollout.num_generations,
+            "generation": place % rollout.num_generations,
+            "seed": rollout.seed,
+            "started": rollout.started,
+            "temperature": rollout.temperature,
+            "max_model_len": rollout.max_model_len,
+            "tools": rollout.tools[index],
+            # TRL's NaN is a reward function's None: not scored
+            "rewards": {name: None if math.isnan(value) else value for name, value in rewards},
+            "advantage": rollout.advantages[index],
+            "trained": rollout.trained[index],
+            "row": rollout.rows[index],
+        }
+
+
+def _of_sampled(trajectory: Trajectory, logprobs: torch.Tensor) -> list[float]:
+    """The row's own part of a padded `[C]`, 0.0 where nothing was sampled."""
+    mask = trajectory.completion_mask
+    return [
+        value if is_sampled else 0.0
+        for value, is_sampled in zip(logprobs[: len(mask)].tolist(), mask, strict=True)
+    ]
