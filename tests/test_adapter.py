@@ -1,10 +1,9 @@
 """Trajectories as TRL's fields: whole lists, what is left out of the loss, reward columns."""
 
-import pytest
 from fakes import PAD, observed, sampled, trajectory
 
 from agent_vllm.types import StopReason, ToolResult
-from trl_integration.adapter import is_left_out, reward_columns, to_trl
+from trl_integration.adapter import reward_columns, to_trl
 
 
 def test_fields_of_two_rows():
@@ -45,13 +44,6 @@ def test_a24_all_lists_of_a_row_keep_one_length():
         fields = to_trl([t], PAD, mask_truncated=True)
         lengths = map(len, (fields.completion_ids[0], fields.tool_mask[0], fields.logprobs[0]))
         assert list(lengths) == [3, 3, 3], reason
-
-
-@pytest.mark.parametrize("reason", list(StopReason))
-def test_what_is_left_out(reason):
-    t = trajectory([1], stop_reason=reason)
-    assert is_left_out(t, mask_truncated=True) == reason.is_truncated
-    assert is_left_out(t, mask_truncated=False) == (reason is StopReason.ENGINE_ERROR)
 
 
 def test_reward_columns():

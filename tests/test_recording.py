@@ -167,7 +167,7 @@ def test_the_figures_of_a_rollout():
             with_calls(stop_reason=StopReason.TURN_LENGTH),
             with_calls(stop_reason=StopReason.ENGINE_ERROR),
         ],
-        seconds=8.0, stats=STATS, mask_truncated=True,
+        seconds=8.0, stats=STATS,
     )  # fmt: skip
     assert num_tokens == 4 * (2 + 3)
     expected = {
@@ -177,9 +177,6 @@ def test_the_figures_of_a_rollout():
         "rollout/overlap": 1.0 / 8.0,  # tools run from 1 to 4 s, the model until 2 s
         "rollout/tool_seconds": (2.0 + 3.0) / 4,
         "rollout/model_seconds": 7.0 / 4,
-        "rollout/sampled_tokens": 12.0,
-        "rollout/trained_tokens": 6.0,
-        "rollout/excluded_tokens": 6.0,
         "rollout/tokens_per_second": 1.5,
         "rollout/stop_reason/answered": 0.5,
         "rollout/stop_reason/turn_length": 0.25,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.types import Trajectory
+from trl_integration.ledger import exclusion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,16 +57,9 @@ def _row(
     ids, mask = trajectory.completion_ids, trajectory.completion_mask
     if not ids:
         return [pad_token_id], [0], [0.0]
-    if is_left_out(trajectory, mask_truncated):
+    if exclusion(trajectory, mask_truncated=mask_truncated) is not None:
         mask = [0] * len(ids)
     return ids, mask, trajectory.logprobs
-
-
-def is_left_out(trajectory: Trajectory, mask_truncated: bool) -> bool:
-    """Whether no token of the trajectory is trained: the engine failed, or it was cut off."""
-    if trajectory.stop_reason is StopReason.ENGINE_ERROR:
-        return True
-    return mask_truncated and trajectory.stop_reason.is_truncated
 
 
 def reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:

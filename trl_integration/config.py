@@ -34,6 +34,12 @@ class AgentGRPOConfig(GRPOConfig):
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
+        stop_strings (`list[str]`, *optional*):
+            End a turn, beside the end tokens, once its text has one of them. The tokens that spell it stay and are
+            trained.
+        escape_tool_results (`bool`, *optional*, defaults to `True`):
+            Whether text of control tokens inside tool results stays text. Without it a tool result can end its own
+            turn, open others and forge calls.
         old_logprobs (`str`, *optional*, defaults to `"sampler"`):
             Where the old log-probabilities of the ratio come from. `"sampler"`: the engine's own, at no cost.
             `"recomputed"`: a forward pass of the learner, with TRL's importance-sampling correction for the distance
@@ -70,6 +76,13 @@ class AgentGRPOConfig(GRPOConfig):
     thinking_ratio: float | None = field(
         default=None,
         metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
+    )
+    stop_strings: list[str] | None = field(
+        default=None, metadata={"help": "End a turn once its text has one of them."}
+    )
+    escape_tool_results: bool = field(
+        default=True,
+        metadata={"help": "Text of control tokens inside tool results stays text."},
     )
     old_logprobs: str = field(
         default="sampler",

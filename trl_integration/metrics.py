@@ -4,7 +4,7 @@ Names follow TRL's where TRL has one. Invariant: figures of all processes meet i
 the rollout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,10 @@ from agent_vllm.engines.base import EngineStats
 from agent_vllm.logprobs import logprob_gap
 from agent_vllm.spans import overlap_s
 from agent_vllm.types import StopReason, Trajectory
-from trl_integration.adapter import is_left_out
 
 _COLUMNS = (
     "prompt",
     "sampled",
-    "trained",
     "turns",
     "calls",
     "failed",
@@ -48,7 +46,6 @@ def rollout_metrics(
     *,
     seconds: float,
     stats: EngineStats | None = None,
-    mask_truncated: bool = False,
 ) -> tuple[dict[str, float], int]:
     """Metrics by name, and the prompt and sampled tokens of all processes together.
 
@@ -57,10 +54,9 @@ def rollout_metrics(
     Args:
         seconds: that the rollout took on this process.
         stats: what the engine did for it, where the engine can tell.
-        mask_truncated: whether trajectories that were cut off are left out of the loss.
     """
     figures = _Figures(
-        rows=[_row(t, mask_truncated) for t in trajectories],
+        rows=[_row(t) for t in trajectories],
         reasons=[t.stop_reason.value for t in trajectories],
         calls=[call for t in trajectories for call in _calls(t)],
         seconds=seconds,
@@ -79,15 +75,13 @@ def rollout_metrics(
     return metrics, int((column["prompt"] + column["sampled"]).sum().item())
 
 
-def _row(trajectory: Trajectory, mask_truncated: bool) -> list[float]:
+def _row(trajectory: Trajectory) -> list[float]:
     statuses = [result.status for result in trajectory.tool_results]
-    num_sampled = trajectory.num_sampled_tokens
     return [
         float(value)
         for value in (
             len(trajectory.prompt_ids),
-            num_sampled,
-            0 if is_left_out(trajectory, mask_truncated) else num_sampled,
+            trajectory.num_sampled_tokens,
             trajectory.num_turns,
             len(statuses),
             sum(status != "ok" for status in statuses),
@@ -140,7 +134,7 @@ def _length_metrics(name: str, lengths: torch.Tensor) -> dict[str, float]:
 
 def _rollout_metrics(column: dict[str, torch.Tensor], ranks: list[_Figures]) -> dict[str, float]:
     reasons = [reason for rank in ranks for reason in rank.reasons]
-    sampled, trained = column["sampled"].sum().item(), column["trained"].sum().item()
+    sampled = column["sampled"].sum().item()
     slowest_s = max(rank.seconds for rank in ranks)
     all_s = sum(rank.seconds for rank in ranks)
     return {
@@ -150,9 +144,6 @@ def _rollout_metrics(column: dict[str, torch.Tensor], ranks: list[_Figures]) -> 
         "rollout/model_seconds": column["model_s"].mean().item(),
         "rollout/tool_seconds": column["tool_s"].mean().item(),
         "rollout/overlap": sum(rank.overlap_s for rank in ranks) / max(all_s, 1e-9),
-        "rollout/sampled_tokens": sampled,
-        "rollout/trained_tokens": trained,
-        "rollout/excluded_tokens": sampled - trained,
         "rollout/tokens_per_second": sampled / max(slowest_s, 1e-9),
         **{
             f"rollout/stop_reason/{reason.value}": reasons.count(reason.value) / len(reasons)
@@ -184,6 +175,15 @@ def _engine_metrics(stats: list[EngineStats]) -> dict[str, float]:
         "engine/prefix_cache_hit_rate": sum(s.num_cached_tokens for s in stats)
         / max(num_prompt_tokens, 1),
         "engine/queue_depth": sum(s.num_waiting for s in stats) / max(num_steps, 1),
+    }
+
+
+def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[str, float]:
+    """The token ledger of all processes together."""
+    local = torch.tensor([list(ledger.values())], device=accelerator.device)
+    counts = accelerator.gather(local).sum(dim=0).tolist()
+    return {
+        f"rollout/{name}_tokens": float(count) for name, count in zip(ledger, counts, strict=True)
     }
 
 

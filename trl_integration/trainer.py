@@ -26,9 +26,10 @@ from agent_vllm.inspect.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
-from trl_integration.adapter import is_left_out, reward_columns, to_trl
+from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.config import AgentGRPOConfig
-from trl_integration.metrics import GapMeter, rollout_metrics
+from trl_integration.ledger import exclusion, token_ledger
+from trl_integration.metrics import GapMeter, ledger_metrics, rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
 from trl_integration.row_tools import select_tools
 
@@ -113,6 +114,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             eos_token_ids=self.eos_token_ids,
             template_kwargs=self.chat_template_kwargs,
             needs_tools=bool(self._tools or self._tools_of_row or self.environment_factories),
+            escape_tool_results=self.args.escape_tool_results,
         )
         # TRL judges truncation by the last token; here the stop reason does, in the adapter.
         self.mask_truncated_completions = False
@@ -171,16 +173,33 @@ class AgentGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
-        mask_truncated = self.args.mask_truncated_completions
-        trained = [not is_left_out(t, mask_truncated) for t in self.trajectories]
-        mask = torch.tensor(trained, device=output["completion_mask"].device).long()
-        output["completion_mask"] = output["completion_mask"] * mask[:, None]
+        trained = self._leave_out(output)
         if self._record is not None:
             learner = output.get("old_per_token_logps") if self.use_vllm else None
             output["row_number"] = self._record.write(
                 self._recorded_rollout(output["advantages"], trained), learner
             )
         return output
+
+    def _leave_out(self, output: dict[str, Any]) -> list[bool]:
+        """
+        Take whole trajectories out of the loss's mask, and keep the books of it.
+
+        Returns:
+            `list[bool]`: which trajectories are trained.
+        """
+        exclusions = [
+            exclusion(t, mask_truncated=self.args.mask_truncated_completions, rewards=rewards)
+            for t, rewards in zip(self.trajectories, self._rewards.tolist(), strict=True)
+        ]
+        trained = [reason is None for reason in exclusions]
+        is_trained = torch.tensor(trained, device=output["completion_mask"].device).long()
+        output["completion_mask"] = output["completion_mask"] * is_trained[:, None]
+        num_trained = (output["completion_mask"] * output["tool_mask"]).sum()
+        output["num_items_in_batch"] = self.accelerator.gather(num_trained).sum()
+        ledger = token_ledger(self.trajectories, exclusions, int(num_trained))
+        self._append_metrics(self._mode, ledger_metrics(ledger, self.accelerator))
+        return trained
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if not self._engine_is_current:
@@ -224,6 +243,7 @@ class AgentGRPOTrainer(GRPOTrainer):
                 top_p=self.top_p,
                 top_k=self.top_k or 0,
                 min_p=self.min_p or 0.0,
+                stop_strings=self.args.stop_strings or (),
                 thinking_ratio=self.args.thinking_ratio,
                 seed=self._seed,
                 status=status,
@@ -239,6 +259,9 @@ class AgentGRPOTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         ids = [trajectory.completion_ids for trajectory in self.trajectories]  # without padding
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)
+        failed = [t.stop_reason is StopReason.ENGINE_ERROR for t in self.trajectories]
+        failed = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
+        rewards[failed] = torch.nan  # half a trajectory must not move its group's baseline
         first = self.accelerator.process_index * len(prompts)
         self._rewards = rewards[first : first + len(prompts)]
         return rewards
@@ -272,8 +295,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             inputs["completion_mask"] * inputs["tool_mask"],
             self.accelerator,
         )
-        for name, value in gap.items():
-            self._metrics[mode][name].append(value)
+        self._append_metrics(mode, gap)
         if self._record is not None:
             self._record.amend(mode, inputs["row_number"], self._learner_logps)
 
@@ -334,11 +356,13 @@ class AgentGRPOTrainer(GRPOTrainer):
             self.trajectories,
             seconds=self._rollout_s,
             stats=self._engine_stats,
-            mask_truncated=self.args.mask_truncated_completions,
         )
         if mode == "train":
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._append_metrics(mode, metrics)
+
+    def _append_metrics(self, mode: str, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
