@@ -8,7 +8,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {"doctor": "agent_vllm.inspect.doctor"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
