@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.inspect.engine_checks import (
@@ -63,7 +64,7 @@ def examine(
     tolerance: float | None = None,
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> Report:
-    """Check a model for multi-turn rollouts. Bad input is a finding, never an exception.
+    """Check a model for multi-turn rollouts. What is wrong with it is a finding, not an error.
 
     Args:
         model: a causal language model (only read), or a path or id to load one from.
@@ -79,6 +80,9 @@ def examine(
             default 1e-4 in float32 and 0.2 in other types.
         on_finding: called with each finding as it comes.
 
+    Raises:
+        ValueError: no prompt is given.
+
     Example:
 
     ```python
@@ -86,6 +90,8 @@ def examine(
     assert report.passed, report.as_dict()
     ```
     """
+    if not prompts:
+        raise ValueError("`prompts` must hold at least one, got none.")
     subject = SubjectState(
         source=model,
         given_tokenizer=tokenizer,
@@ -137,6 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 1 if one of them is a failure."""
+    transformers_logging.disable_progress_bar()
     progress = Console(file=sys.stderr)
     with progress.status("checking ...") as status:
         report = examine(

@@ -70,12 +70,8 @@ class EngineState:
     def model(self) -> PreTrainedModel:
         return self.learner.model
 
-    def build(self, model: PreTrainedModel) -> RolloutEngine:
-        """An engine of the given one's kind with this model's weights."""
+    def build(self, name: str, model: PreTrainedModel) -> RolloutEngine:
         options = {"max_model_len": min(context_length(model.config), _CONTEXT)}
-        name = self.given if isinstance(self.given, str) else "torch"
-        if name == "vllm":
-            options["max_num_seqs"] = 16
         return create_rollout_engine(name, model, self.learner.subject.tokenizer, **options)
 
     def sample(self, engine: RolloutEngine | None = None) -> list[Trajectory]:
@@ -176,7 +172,7 @@ def find_vocabulary(state: LearnerState) -> Finding:
 
 def find_engine(state: EngineState) -> Finding:
     if isinstance(state.given, str):
-        state.engine = state.stack.enter_context(state.build(state.model))
+        state.engine = state.stack.enter_context(state.build(state.given, state.model))
     else:
         state.engine = state.given
     state.engine.update_policy(state.model)
@@ -352,7 +348,7 @@ def find_half_precision(state: EngineState) -> Finding:
         return Finding(status="skipped", evidence="Measured for a float32 model and named engines.")
     state.engine.close()
     half = copy.deepcopy(state.model).to(torch.bfloat16)  # type: ignore[arg-type]
-    with state.build(half) as engine:
+    with state.build(state.given, half) as engine:
         gap = state.gap(half, state.sample(engine))
     return Finding(
         status="note",

@@ -54,7 +54,7 @@ class SubjectState:
         trajectory = rollout_single(engine, self.chat, self.prompts[0], self.tools)
         return trajectory, [request.prompt_ids for request in engine.requests]
 
-    def written(self, calls: Sequence[ToolCall], thinking: str = "") -> list[int]:
+    def written(self, calls: Sequence[ToolCall]) -> list[int]:
         """Ids of an assistant turn as the template writes it, end token included."""
         turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else "It is noon."}
         if calls:
@@ -66,14 +66,17 @@ class SubjectState:
         start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
         ends = [i for i, id_ in enumerate(whole) if id_ in self.chat.end_token_ids and i >= start]
         if ends:
-            return [*self.encode(thinking), *whole[start : ends[-1] + 1]]
-        return [*self.encode(thinking), *whole[start:], self.chat.end_token_ids[0]]
+            return whole[start : ends[-1] + 1]
+        return [*whole[start:], self.chat.end_token_ids[0]]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=False))
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
 
 
 def load_tools(source: Tools | str | Path) -> list[Tool]:
@@ -81,12 +84,15 @@ def load_tools(source: Tools | str | Path) -> list[Tool]:
 
     Raises:
         ToolDefinitionError: one of them can't be described to the model.
-        ValueError: the file has no public function.
+        ValueError: there is none.
         Exception: whatever the file raises when it is imported.
     """
     if isinstance(source, str | Path):
         source = _public_tools(Path(source))
-    return list(tools_by_name(source).values())
+    tools = list(tools_by_name(source).values())
+    if not tools:
+        raise ValueError("There must be at least one tool, got none.")
+    return tools
 
 
 def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
@@ -99,7 +105,7 @@ def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
         spec.loader.exec_module(module)
     except SystemExit as error:
         raise ValueError(f"{path} ends the process when it is imported (exit {error}).") from error
-    tools = [
+    return [
         value
         for name, value in vars(module).items()
         if not name.startswith("_")
@@ -107,9 +113,6 @@ def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
         and not isinstance(value, type)
         and callable(getattr(value, "function", value))
     ]
-    if not tools:
-        raise ValueError(f"{path} has no public function.")
-    return tools
 
 
 def example_call(tool: Tool) -> ToolCall:

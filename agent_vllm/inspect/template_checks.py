@@ -241,15 +241,16 @@ def find_thinking(state: SubjectState) -> Finding:
     is_prefilled = SampledTurn(text="", prefix=state.decode(prompt)).starts_in_thinking
     opening = "" if is_prefilled else "<think>\n"
     thought = f"{opening}{_THOUGHT}\n</think>\n\n"
-    drafted = state.chat.decode_turn(state.written([state.call]))
-    draft = state.encode(f"{opening}Perhaps {drafted}\n</think>\n\nIt is noon.")
+    *written, end = state.written([state.call])
+    call = state.decode(written).rpartition("</think>")[2].lstrip()  # some write an empty block
+    draft = state.encode(f"{opening}Perhaps {call}\n</think>\n\nIt is noon.")
     if calls := state.chat.parse(draft, prompt, state.tools).calls:
         return Finding(
             status="fail",
             evidence=f"{state.decode(draft)!r} is read as {_as_text(calls)}.",
             remedy="The parser must not read calls inside a thinking block.",
         )
-    turn = state.written([state.call], thinking=thought)
+    turn = [*state.encode(thought + call), end]
     trajectory, prompts = state.play([turn, state.written([])])
     if trajectory.num_turns != 2 or prompts[1][: len(prompt) + len(turn)] != [*prompt, *turn]:
         return Finding(
