@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -77,7 +78,7 @@ def examine(
         parser: as in `ChatFormat.from_tokenizer`.
         dtype: of a model that is loaded here.
         tolerance: nats between the engine's and the learner's logprobs at the worst token; by
-            default 1e-4 in float32 and 0.2 in other types.
+            default 1e-4 in float32 and 1 in other types.
         on_finding: called with each finding as it comes.
 
     Raises:
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_table(report: Report, title: str) -> Table:
-    table = Table("check", "", title=Text(title), show_lines=True)
+    table = Table("check", "", title=Text(title), box=box.SIMPLE_HEAD)
     table.add_column("what was seen", overflow="fold")
     for finding in report.findings:
         colour = _COLOURS[finding.status]

@@ -99,8 +99,9 @@ def _find(check: Check[State], state: State) -> Finding:
         text = str(error).strip() or "no message"
         if len(text) > _MAX_ERROR:
             text = text[:_MAX_ERROR] + " [...]"
-        ours = isinstance(error, AgentVLLMError)  # says itself what to do
-        evidence = text if ours else f"{type(error).__name__}: {text}"
+        if isinstance(error, AgentVLLMError):  # says itself what to do
+            return Finding(status="fail", evidence=text)
+        evidence = f"{type(error).__name__}: {text}"
         return Finding(status="fail", evidence=evidence, remedy=check.remedy)
 
 

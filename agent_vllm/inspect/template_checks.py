@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
+from agent_vllm.chat_template import ChatTemplate
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
+from agent_vllm.errors import ChatTemplateError
 from agent_vllm.inspect.findings import Check, Finding, show_ids
 from agent_vllm.inspect.subject import (
     STAND_IN_RESULT,
@@ -48,11 +50,14 @@ def find_tools(state: SubjectState) -> Finding:
 
 def find_template(state: SubjectState) -> Finding:
     """The template can be extended turn by turn, and its calls are read."""
-    state.chat = ChatFormat.from_tokenizer(
-        state.tokenizer,
-        eos_token_ids=_configured_ends(state.source, state.tokenizer),
-        parser=state.parser,
-    )
+    try:
+        state.chat = ChatFormat.from_tokenizer(
+            state.tokenizer,
+            eos_token_ids=_configured_ends(state.source, state.tokenizer),
+            parser=state.parser,
+        )
+    except ChatTemplateError as error:
+        return Finding(status="fail", evidence=f"{error}{_where_it_parts(state)}")
     own = cast(Any, state.tokenizer.chat_template)
     own_texts = list(own.values()) if isinstance(own, dict) else [own]
     suffix = state.chat.suffix_ids(
@@ -70,6 +75,29 @@ def find_template(state: SubjectState) -> Finding:
         remedy="Give the variant to whoever serves the trained model "
         "(trl.chat_template_utils.get_training_chat_template).",
     )
+
+
+def _where_it_parts(state: SubjectState) -> str:
+    """Where the model's own template rewrites a turn once its result follows; else empty."""
+    call = {**state.call.as_message(), "id": "call00000"}
+    result = {"role": "tool", "name": state.call.name, "content": STAND_IN_RESULT}
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    text = state.tokenizer.chat_template
+    if not isinstance(text, str):  # none, or several
+        return ""
+    template = ChatTemplate(tokenizer=state.tokenizer, text=text, kwargs={})
+    try:
+        alone, followed = (
+            template.render(turns[:num], add_generation_prompt=False) for num in (2, 3)
+        )
+    except ChatTemplateError:  # the refusal that is being explained says more
+        return ""
+    if followed.startswith(alone):
+        return ""
+    pairs = enumerate(zip(alone, followed, strict=False))
+    spot = next((i for i, (a, b) in pairs if a != b), len(followed))
+    around = slice(max(spot - 20, 0), spot + 30)
+    return f" {alone[around]!r} becomes {followed[around]!r}."
 
 
 def _configured_ends(
@@ -96,7 +124,7 @@ def find_tools_in_prompt(state: SubjectState) -> Finding:
     lengths = f"{min(map(len, ids))} to {max(map(len, ids))}"
     return Finding(
         status="pass",
-        evidence=f"All {len(state.tools)} are named; prompts of {lengths} tokens, the first ends "
+        evidence=f"Every tool is named; prompts of {lengths} tokens, the first ends "
         f"in {texts[0][-60:]!r}.",
     )
 
@@ -248,7 +276,8 @@ def find_thinking(state: SubjectState) -> Finding:
         return Finding(
             status="fail",
             evidence=f"{state.decode(draft)!r} is read as {_as_text(calls)}.",
-            remedy="The parser must not read calls inside a thinking block.",
+            remedy="Use a parser that knows the block (`--parser hermes`), or give "
+            "`tokenizer.response_template` a field `reasoning_content`.",
         )
     turn = [*state.encode(thought + call), end]
     trajectory, prompts = state.play([turn, state.written([])])
@@ -338,7 +367,7 @@ TEMPLATE_CHECKS: list[Check[SubjectState]] = [
         name=TEMPLATE,
         find=find_template,
         needs=("tokenizer", "tools"),
-        remedy="Set `tokenizer.chat_template` to one with tool support.",
+        remedy="Use a chat template with tool support, and a parser that is known.",
     ),
     Check(name="tools in the prompt", find=find_tools_in_prompt, needs=(TEMPLATE,)),
     Check(name=CALLS, find=find_calls, needs=(TEMPLATE,)),
