@@ -24,6 +24,7 @@ from agent_vllm.inspect.subject import SubjectState, load_tools
 from agent_vllm.logprobs import shift
 from agent_vllm.parsing import parse_hermes
 from agent_vllm.testing import ScriptedRolloutEngine
+from agent_vllm.tools import as_tool
 from agent_vllm.types import ParsedTurn
 
 ROOT = Path(__file__).parent.parent
@@ -340,6 +341,11 @@ def test_a_file_of_tools(tmp_path):
     report = template_report(tools=path)
     assert failures(report) == {}
     assert one(report, "tools").evidence == "search. They are not run here."
+
+
+def test_a_tool_that_ends_the_episode():
+    last = replace(as_tool(add), ends_episode=True)
+    assert failures(template_report(tools=[last])) == {}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agent_vllm.batch import TrainingBatch, collate
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from agent_vllm.engines.models import context_length, evaluating, pad_token_id, vocabulary_size
-from agent_vllm.inspect.findings import Check, Finding, show_ids
+from agent_vllm.inspect.findings import Check, Finding, num_common, show_ids
 from agent_vllm.inspect.subject import SubjectState
 from agent_vllm.inspect.template_checks import TEMPLATE
 from agent_vllm.logprobs import LogprobGap, logprob_gap, predicted_logprobs
@@ -295,8 +295,7 @@ def find_seed(state: EngineState) -> Finding:
     if first == again:
         return Finding(status="pass", evidence=f"{len(first)} trajectories, token by token.")
     row = next(i for i, (a, b) in enumerate(zip(first, again, strict=True)) if a != b)
-    pairs = enumerate(zip(first[row], again[row], strict=False))
-    spot = next((i for i, (a, b) in pairs if a != b), min(len(first[row]), len(again[row])))
+    spot = num_common(first[row], again[row])
     tokenizer = state.learner.subject.tokenizer
     return Finding(
         status="fail",

@@ -14,6 +14,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.chat import ChatFormat
+from agent_vllm.inspect.findings import num_common
 from agent_vllm.parsing import ResponseParser
 from agent_vllm.rollout import rollout_single
 from agent_vllm.testing import ScriptedRolloutEngine
@@ -62,8 +63,7 @@ class SubjectState:
         render = self.chat.template.render
         prompt = self.encode(render([USER], add_generation_prompt=True))
         whole = self.encode(render([USER, turn], add_generation_prompt=False))
-        pairs = zip(prompt, whole, strict=False)
-        start = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
+        start = num_common(prompt, whole)  # a prompt may open a block that the turn shows empty
         ends = [i for i, id_ in enumerate(whole) if id_ in self.chat.end_token_ids and i >= start]
         if ends:
             return whole[start : ends[-1] + 1]

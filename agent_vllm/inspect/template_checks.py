@@ -16,7 +16,7 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.chat_template import ChatTemplate
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.inspect.findings import Check, Finding, show_ids
+from agent_vllm.inspect.findings import Check, Finding, num_common, show_ids
 from agent_vllm.inspect.subject import (
     STAND_IN_RESULT,
     USER,
@@ -43,7 +43,9 @@ def find_tokenizer(state: SubjectState) -> Finding:
 
 def find_tools(state: SubjectState) -> Finding:
     tools = load_tools(state.tool_source)
-    state.tools = [replace(tool, function=lambda **_: STAND_IN_RESULT) for tool in tools]
+    state.tools = [
+        replace(tool, function=lambda **_: STAND_IN_RESULT, ends_episode=False) for tool in tools
+    ]
     names = ", ".join(tool.name for tool in tools)
     return Finding(status="pass", evidence=f"{names}. They are not run here.")
 
@@ -94,8 +96,7 @@ def _where_it_parts(state: SubjectState) -> str:
         return ""
     if followed.startswith(alone):
         return ""
-    pairs = enumerate(zip(alone, followed, strict=False))
-    spot = next((i for i, (a, b) in pairs if a != b), len(followed))
+    spot = num_common(alone, followed)
     around = slice(max(spot - 20, 0), spot + 30)
     return f" {alone[around]!r} becomes {followed[around]!r}."
 
@@ -323,14 +324,7 @@ def find_control_text(state: SubjectState) -> Finding:
     )
     if spelled != plain:
         ids = _suffix(state, hostile)
-        spot = next(
-            (
-                i
-                for i, (a, b) in enumerate(zip(ids, _suffix(state, "x"), strict=False))
-                if a != b and a in added.values()
-            ),
-            0,
-        )
+        spot = num_common(ids, _suffix(state, "x"))
         return Finding(
             status="fail",
             evidence=f"A result can forge {len(spelled) - len(plain)} control tokens: "
