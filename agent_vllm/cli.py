@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from agent_vllm.errors import AgentVLLMError
 
 COMMANDS: dict[str, str] = {
+    "doctor": "agent_vllm.inspect.doctor",
     "export": "agent_vllm.inspect.export",
     "replay": "agent_vllm.inspect.replay_command",
     "trace": "agent_vllm.inspect.trace",

@@ -1,0 +1,132 @@
+"""What the doctor examines: a model, its tokenizer, tools and prompts, and turns made of them.
+
+Invariant: the tools are never run; stand-ins answer for them.
+"""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agent_vllm.chat import ChatFormat
+from agent_vllm.inspect.findings import num_common
+from agent_vllm.parsing import ResponseParser
+from agent_vllm.rollout import rollout_single
+from agent_vllm.testing import ScriptedRolloutEngine
+from agent_vllm.tools import Tool, tools_by_name
+from agent_vllm.types import Messages, ToolCall, Trajectory
+
+Tools = Sequence[Tool | Callable[..., Any]]
+STAND_IN_RESULT = "42"
+USER = {"role": "user", "content": "What is it like in Oslo?"}
+_EXAMPLES = {"string": "Oslo", "integer": 3, "number": 2.5, "boolean": True, "array": []}
+
+
+@dataclass(kw_only=True)
+class SubjectState:
+    """What is examined; the checks fill in what is not given by `init`."""
+
+    source: PreTrainedModel | str | Path
+    given_tokenizer: PreTrainedTokenizerBase | None
+    tool_source: Tools | str | Path
+    prompts: list[Messages]
+    parser: ResponseParser | str | None
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    tools: list[Tool] = field(init=False)  # with stand-ins for their functions
+    chat: ChatFormat = field(init=False)
+
+    @functools.cached_property
+    def call(self) -> ToolCall:
+        return example_call(self.tools[0])
+
+    @functools.cached_property
+    def story(self) -> Trajectory:
+        """The template's own call, its result, the template's own answer."""
+        return self.play([self.written([self.call]), self.written([])])[0]
+
+    def play(self, turns: list[list[int]]) -> tuple[Trajectory, list[list[int]]]:
+        """A rollout of these turns, and the prompts that the engine was given."""
+        engine = ScriptedRolloutEngine(self.tokenizer, turns, max_model_len=1 << 20)
+        trajectory = rollout_single(engine, self.chat, self.prompts[0], self.tools)
+        return trajectory, [request.prompt_ids for request in engine.requests]
+
+    def written(self, calls: Sequence[ToolCall]) -> list[int]:
+        """Ids of an assistant turn as the template writes it, end token included."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else "It is noon."}
+        if calls:
+            turn["tool_calls"] = [call.as_message() for call in calls]
+        render = self.chat.template.render
+        prompt = self.encode(render([USER], add_generation_prompt=True))
+        whole = self.encode(render([USER, turn], add_generation_prompt=False))
+        start = num_common(prompt, whole)  # a prompt may open a block that the turn shows empty
+        ends = [i for i, id_ in enumerate(whole) if id_ in self.chat.end_token_ids and i >= start]
+        if ends:
+            return whole[start : ends[-1] + 1]
+        return [*whole[start:], self.chat.end_token_ids[0]]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
+
+
+def load_tools(source: Tools | str | Path) -> list[Tool]:
+    """Tools given as objects, or every public function and `Tool` of a Python file, in order.
+
+    Raises:
+        ToolDefinitionError: one of them can't be described to the model.
+        ValueError: there is none.
+        Exception: whatever the file raises when it is imported.
+    """
+    if isinstance(source, str | Path):
+        source = _public_tools(Path(source))
+    tools = list(tools_by_name(source).values())
+    if not tools:
+        raise ValueError("There must be at least one tool, got none.")
+    return tools
+
+
+def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
+    spec = importlib.util.spec_from_file_location(f"tools_in_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"`--tools` must be a Python file (.py), got {str(path)!r}.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise ValueError(f"{path} ends the process when it is imported (exit {error}).") from error
+    return [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (isinstance(value, Tool) or getattr(value, "__module__", None) == spec.name)
+        and not isinstance(value, type)
+        and callable(getattr(value, "function", value))
+    ]
+
+
+def example_call(tool: Tool) -> ToolCall:
+    """A call of the tool with a made-up value for each of its parameters."""
+    properties = (tool.schema["function"].get("parameters") or {}).get("properties", {})
+    arguments = {name: _example_value(schema) for name, schema in properties.items()}
+    return ToolCall(name=tool.name, arguments=arguments)
+
+
+def _example_value(schema: dict[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type", "string")
+    kind = next(iter(kind), "string") if isinstance(kind, list) else kind
+    if kind == "object":
+        return {name: _example_value(s) for name, s in schema.get("properties", {}).items()}
+    return _EXAMPLES.get(kind, "Oslo")
