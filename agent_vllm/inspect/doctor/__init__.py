@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from agent_vllm.engines import RolloutEngine
-from agent_vllm.inspect.engine_checks import (
+from agent_vllm.inspect.doctor.engine_checks import (
     ENGINE_CHECKS,
     MODEL_CHECKS,
     TOLERANCE,
@@ -30,9 +30,9 @@ from agent_vllm.inspect.engine_checks import (
     EngineState,
     LearnerState,
 )
-from agent_vllm.inspect.findings import Finding, Report
-from agent_vllm.inspect.subject import SubjectState, Tools
-from agent_vllm.inspect.template_checks import TEMPLATE_CHECKS
+from agent_vllm.inspect.doctor.findings import Finding, Report
+from agent_vllm.inspect.doctor.subject import SubjectState, Tools
+from agent_vllm.inspect.doctor.template_checks import TEMPLATE_CHECKS
 from agent_vllm.parsing import ResponseParser
 from agent_vllm.types import Messages
 
