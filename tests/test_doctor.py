@@ -18,7 +18,8 @@ from agent_vllm import TorchRolloutEngine, collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.cli import main
 from agent_vllm.errors import EngineError
-from agent_vllm.inspect import doctor, engine_checks, template_checks
+from agent_vllm.inspect import doctor
+from agent_vllm.inspect.doctor import engine_checks, template_checks
 from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
 from agent_vllm.logprobs import shift
