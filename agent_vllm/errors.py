@@ -38,3 +38,7 @@ class InvalidRequestError(AgentVLLMError, ValueError):
 
 class WeightSyncError(AgentVLLMError, RuntimeError):
     """The learner's weights do not fit the engine's: a name or a shape is missing or unknown."""
+
+
+class ToolServerError(AgentVLLMError, ConnectionError):
+    """A tool server can't be started or reached, or what it says is no MCP; says which."""

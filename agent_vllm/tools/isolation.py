@@ -143,7 +143,8 @@ class _IsolatedCall:
         finally:
             _kill_group(process)
             await _end(process)
-            process._transport.close()  # whoever escaped may hold its pipes open
+            # Whoever escaped may hold its pipes open; nothing public closes them.
+            process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _request(self, arguments: dict[str, Any]) -> bytes:
         request = {
