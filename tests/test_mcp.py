@@ -88,7 +88,7 @@ def test_text_and_structured_content_and_what_is_neither(server):
 
 
 def test_a_tool_that_fails_is_a_failed_result(server):
-    assert run([ask("fail")], server) == [failed("out of stock")]
+    assert run([ask("fail")], server) == [failed("Error executing tool fail: out of stock")]
 
 
 def test_arguments_are_checked_before_the_server_sees_them(server):
