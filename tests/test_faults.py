@@ -7,11 +7,10 @@ import pytest
 from fakes import ADD, add, user
 from tool_calls import ask, failed, run, tool
 
-from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.testing import ODD_VALUES, Fault, FaultyEngine, ScriptedRolloutEngine, faulty
-from agent_vllm.tools.results import ToolFailed, encode_result
+from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.types import StopReason
 
 SPOILING = [fault for fault in Fault if fault is not Fault.HANG]
@@ -88,10 +87,8 @@ def test_it_brings_its_engines_weights_and_seeds(chat):
     engine = FaultyEngine(inner, {})
     assert engine.next_seed() == twin.next_seed()
     assert engine.update_policy(None) == inner.policy_version == 1
-    request = GenerationRequest(
-        prompt_ids=[1], max_new_tokens=4, temperature=1, top_p=1, top_k=0, min_p=0, seed=0
-    )
-    assert asyncio.run(engine._sample(request)) == asyncio.run(inner._sample(request))
+    ask_both = [e.generate([1], max_new_tokens=4) for e in (engine, inner)]
+    assert asyncio.run(ask_both[0]) == asyncio.run(ask_both[1])
 
 
 @pytest.mark.parametrize("shares", [{Fault.HANG: -0.1}, {Fault.HANG: 0.6, Fault.NAN_LOGPROB: 0.6}])
@@ -134,7 +131,7 @@ def test_every_odd_value_comes_and_becomes_a_result():
 def text_of(value):
     try:
         return encode_result(value)
-    except ToolFailed as failure:
+    except ToolFailure as failure:
         return encode_result({"error": str(failure)})
 
 

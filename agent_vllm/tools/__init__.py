@@ -7,13 +7,14 @@ back as text. Knows nothing of chats, tokens or engines.
 
 from agent_vllm.tools.isolation import isolated
 from agent_vllm.tools.mcp import McpTools
-from agent_vllm.tools.results import ToolInterrupted, encode_result
+from agent_vllm.tools.results import ToolFailure, ToolInterrupted, encode_result
 from agent_vllm.tools.runner import ToolRunner
 from agent_vllm.tools.tool import Tool, as_tool, tools_by_name
 
 __all__ = [
     "McpTools",
     "Tool",
+    "ToolFailure",
     "ToolInterrupted",
     "ToolRunner",
     "as_tool",

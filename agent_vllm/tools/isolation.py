@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools.results import ToolFailed
+from agent_vllm.tools.results import ToolFailure
 from agent_vllm.tools.tool import Tool, as_tool
 
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
@@ -122,7 +122,7 @@ class _IsolatedCall:
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if "error" in answer:
-            raise ToolFailed(answer["error"])
+            raise ToolFailure(answer["error"])
         return answer["text"]
 
     async def _run(self, folder: str, request: bytes) -> dict[str, str]:
@@ -172,12 +172,14 @@ class _IsolatedCall:
             if not line:
                 await asyncio.wait([ending], timeout=_DRAIN_S)
         except ValueError as error:
-            raise ToolFailed(f"The result is longer than {self.max_output_bytes} bytes.") from error
+            raise ToolFailure(
+                f"The result is longer than {self.max_output_bytes} bytes."
+            ) from error
         finally:
             reading.cancel()
             ending.cancel()
         if not line.endswith(b"\n"):
-            raise ToolFailed(f"Ended without a result: {self._cause(process.returncode)}.")
+            raise ToolFailure(f"Ended without a result: {self._cause(process.returncode)}.")
         return json.loads(line)
 
     def _cause(self, status: int | None) -> str:

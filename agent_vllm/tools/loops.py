@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from agent_vllm.tools.results import ToolFailed
+from agent_vllm.tools.results import ToolFailure
 from agent_vllm.tools.threads import interrupt
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class LoopThread:
 
         Raises:
             TimeoutError: it took longer; its task was cancelled.
-            ToolFailed: it cancelled itself.
+            ToolFailure: it cancelled itself.
         """
         future = asyncio.run_coroutine_threadsafe(_shielded(work), self._loop)
         try:
@@ -92,6 +92,6 @@ async def _shielded(work: Coroutine[Any, Any, T]) -> T:
         return await task
     except asyncio.CancelledError as error:
         if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-            raise ToolFailed("CancelledError") from error
+            raise ToolFailure("CancelledError") from error
         task.cancel()
         raise

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from agent_vllm.errors import ToolServerError
-from agent_vllm.tools.results import ToolFailed, encode_result
+from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.tools.tool import Tool, tools_by_name
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class _Session:
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         client = self._client
         if client is None:
-            raise ToolFailed("The session with the tool's server has ended.")
+            raise ToolFailure("The session with the tool's server has ended.")
         call = client.call_tool(name, arguments)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
@@ -220,13 +220,13 @@ def _text(result: Any) -> str:
     """A `CallToolResult` as text for the model.
 
     Raises:
-        ToolFailed: the server marked it as an error, or it holds what isn't text.
+        ToolFailure: the server marked it as an error, or it holds what isn't text.
     """
     text = "\n".join(map(_block_text, result.content))
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     if result.is_error:
-        raise ToolFailed(encode_result(text or "The server gave no reason."))
+        raise ToolFailure(encode_result(text or "The server gave no reason."))
     return text
 
 
@@ -237,7 +237,7 @@ def _block_text(block: Any) -> str:
         return f"{block.name}: {block.uri}"
     if block.type == "resource" and hasattr(block.resource, "text"):
         return block.resource.text
-    raise ToolFailed(f"The result holds {block.type} data, but only text can be shown.")
+    raise ToolFailure(f"The result holds {block.type} data, but only text can be shown.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """What a call came to, as text for the model: values, and what a tool raised.
 
 Owns the text form and its greatest length. Standard library only, as isolated calls load this file
-by itself. Invariant: every function here ends in bounded text or in `ToolFailed`.
+by itself. Invariant: every function here ends in bounded text or in `ToolFailure`.
 """
 
 import json
@@ -16,8 +16,8 @@ the rest is set in tokens, by `Limits.max_tool_result_tokens` and the room left.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 
 
-class ToolFailed(Exception):
-    """The call came to nothing; the message is for the model."""
+class ToolFailure(Exception):
+    """The call failed with this message, word for word; tools may raise it."""
 
 
 class ToolInterrupted(BaseException):
@@ -36,22 +36,22 @@ def encode_result(value: Any) -> str:
     longer than `MAX_RESULT_CHARS` is cut and marked.
 
     Raises:
-        ToolFailed: the value contains itself, is nested too deeply or has no text form.
+        ToolFailure: the value contains itself, is nested too deeply or has no text form.
     """
     try:
         text = value if isinstance(value, str) else _json(value)
     except Exception as error:  # the value's own `__str__` may raise anything
-        raise ToolFailed(f"The result can't be written as JSON: {_text_of(error)}") from error
+        raise ToolFailure(f"The result can't be written as JSON: {_text_of(error)}") from error
     return _bounded(text)
 
 
 def failure(error: BaseException) -> BaseException:
     """What stands for `error`, raised by a tool: its kind and message, no traceback."""
-    if isinstance(error, ToolFailed | ToolInterrupted):
+    if isinstance(error, ToolFailure | ToolInterrupted):
         return error
     if isinstance(error, KeyboardInterrupt):
         return ToolInterrupted()
-    return ToolFailed(_bounded(f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")))
+    return ToolFailure(_bounded(f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")))
 
 
 def _bounded(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from agent_vllm.tools.loops import LoopThread
-from agent_vllm.tools.results import ToolFailed, encode_result, failure
+from agent_vllm.tools.results import ToolFailure, encode_result, failure
 from agent_vllm.tools.threads import call_in_thread
 from agent_vllm.tools.tool import Tool
 from agent_vllm.types import ToolCall, ToolResult
@@ -62,7 +62,7 @@ class ToolRunner:
             return _error_result(call, problem, "invalid")
         try:
             content = await self._try(tools[call.name], call.arguments or {}, give_up_at)
-        except ToolFailed as failed:
+        except ToolFailure as failed:
             return _error_result(call, str(failed), "failed")
         return ToolResult(name=call.name, content=content, status="ok")
 
@@ -72,7 +72,7 @@ class ToolRunner:
             pause_s = _FIRST_RETRY_S * 2**attempt
             try:
                 return await self._call(tool, arguments, give_up_at)
-            except ToolFailed:
+            except ToolFailure:
                 if give_up_at is not None and _now() + pause_s >= give_up_at:
                     raise
             await asyncio.sleep(pause_s)
@@ -87,13 +87,13 @@ class ToolRunner:
                     await places.enter_async_context(self._gate(tool))
                     await places.enter_async_context(self._slots)
             except TimeoutError as error:
-                raise ToolFailed("Not run: no place was free in time.") from error
+                raise ToolFailure("Not run: no place was free in time.") from error
             limits = (self.timeout_s, None if give_up_at is None else give_up_at - _now())
             limit_s = min((limit for limit in limits if limit is not None), default=None)
             try:
                 return await self._call_by_kind(tool, arguments, limit_s)
             except TimeoutError as error:
-                raise ToolFailed(f"Timed out after {round(limit_s or 0.0, 2):g} s.") from error
+                raise ToolFailure(f"Timed out after {round(limit_s or 0.0, 2):g} s.") from error
 
     async def _call_by_kind(
         self, tool: Tool, arguments: Mapping[str, Any], limit_s: float | None

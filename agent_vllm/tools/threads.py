@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar
 
-from agent_vllm.tools.results import ToolFailed
+from agent_vllm.tools.results import ToolFailure
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | No
 
     Raises:
         TimeoutError: `work` took longer; its thread was interrupted.
-        ToolFailed: too many earlier calls still hang.
+        ToolFailure: too many earlier calls still hang.
     """
     _refuse_to_pile_up()
     outcome: Future[T] = Future()
@@ -60,7 +60,7 @@ def _refuse_to_pile_up() -> None:
         if not thread.is_alive():
             _hanging.discard(thread)
     if len(_hanging) >= MAX_HANGING_CALLS:
-        raise ToolFailed(f"Not run: {len(_hanging)} earlier calls that timed out still hang.")
+        raise ToolFailure(f"Not run: {len(_hanging)} earlier calls that timed out still hang.")
 
 
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
