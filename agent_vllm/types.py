@@ -24,6 +24,7 @@ class StopReason(StrEnum):
     INVALID_CALLS = "invalid_calls"
     ENVIRONMENT_DONE = "environment_done"
     ENGINE_ERROR = "engine_error"
+    USER_ERROR = "user_error"
 
     @property
     def is_truncated(self) -> bool:
@@ -38,6 +39,7 @@ _TRUNCATING = frozenset(
         StopReason.CONTEXT_FULL,
         StopReason.DEADLINE,
         StopReason.ENGINE_ERROR,
+        StopReason.USER_ERROR,
     }
 )
 

@@ -62,8 +62,8 @@ def _row(
 
 
 def is_left_out(trajectory: Trajectory, mask_truncated: bool) -> bool:
-    """Whether no token of the trajectory is trained: the engine failed, or it was cut off."""
-    if trajectory.stop_reason is StopReason.ENGINE_ERROR:
+    """Whether no token of the trajectory is trained: engine or user failed, or it was cut off."""
+    if trajectory.stop_reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR):
         return True
     return mask_truncated and trajectory.stop_reason.is_truncated
 

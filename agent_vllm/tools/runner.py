@@ -41,7 +41,10 @@ class ToolRunner:
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float | None = None
     ) -> list[ToolResult]:
-        """Results in call order. `timeout_s` bounds these calls as a whole, waiting included.
+        """Results in call order; calls begin in it too.
+
+        Args:
+            timeout_s: bounds these calls as a whole, waiting included.
 
         Raises:
             ToolInterrupted: a tool was interrupted by the user.
@@ -111,11 +114,13 @@ class ToolRunner:
             self._async_loop = LoopThread()
         return self._async_loop
 
-    def _gate(self, tool: Tool) -> "_Gate":
+    def _gate(self, tool: Tool) -> "contextlib.AbstractAsyncContextManager[None]":
+        if tool.max_concurrency is None and tool.max_calls_per_s is None:
+            return contextlib.nullcontext()
         return self._gates.setdefault(id(tool.function), _Gate(tool))
 
 
-class _Gate:
+class _Gate(contextlib.AbstractAsyncContextManager[None]):
     """One tool's own limits, held while a call of it runs."""
 
     def __init__(self, tool: Tool) -> None:
