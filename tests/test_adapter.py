@@ -51,7 +51,9 @@ def test_a24_all_lists_of_a_row_keep_one_length():
 def test_what_is_left_out(reason):
     t = trajectory([1], stop_reason=reason)
     assert is_left_out(t, mask_truncated=True) == reason.is_truncated
-    assert is_left_out(t, mask_truncated=False) == (reason is StopReason.ENGINE_ERROR)
+    assert is_left_out(t, mask_truncated=False) == (
+        reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR)
+    )
 
 
 def test_reward_columns():

@@ -163,6 +163,8 @@ def test_a_schema_that_is_none():
         with_parameters({"type": "objekt"})
     with pytest.raises(ToolDefinitionError, match="tool `f` are no JSON schema"):
         with_parameters({"properties": {"a": {"pattern": "("}}})
+    with pytest.raises(ToolDefinitionError, match="tool `f` are no JSON: "):
+        with_parameters({"properties": {"a": {"default": object()}}})
 
 
 @pytest.mark.parametrize("reference", ["#/$defs/none", "http://127.0.0.1:9/schema.json"])

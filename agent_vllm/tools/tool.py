@@ -6,6 +6,7 @@ checked without asking anything outside of it.
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,11 @@ class Tool:
     def __post_init__(self) -> None:
         self._check_limits()
         try:
-            jsonschema.Draft202012Validator.check_schema(self._parameters)
-        except jsonschema.SchemaError as error:
-            raise ToolDefinitionError(
-                f"The parameters of tool `{self.name}` are no JSON schema: {error.message}."
-            ) from error
-        self._check_references()
+            problem = _problem_of(json.dumps(self._parameters))
+        except (TypeError, ValueError) as error:
+            problem = f"are no JSON: {error}"
+        if problem is not None:
+            raise ToolDefinitionError(f"The parameters of tool `{self.name}` {problem}.")
 
     @property
     def name(self) -> str:
@@ -98,18 +98,6 @@ class Tool:
                 f"`max_retries` of tool `{self.name}` must be 0 or more, got {self.max_retries}."
             )
 
-    def _check_references(self) -> None:
-        resource = DRAFT202012.create_resource(self._parameters)
-        resolver = _NOTHING_REMOTE.with_resource("", resource).resolver()
-        for reference in _references(self._parameters):
-            try:
-                resolver.lookup(reference)
-            except referencing.exceptions.Unresolvable as error:
-                raise ToolDefinitionError(
-                    f"The parameters of tool `{self.name}` refer to {reference!r}, which is not in "
-                    "them. Write it out, or put it under `$defs`."
-                ) from error
-
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """A `Tool` from a Python function with type hints and a Google-style docstring.
@@ -147,6 +135,25 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
             )
         named[tool.name] = tool
     return named
+
+
+@functools.lru_cache(maxsize=4096)  # environments build the same tools over and over
+def _problem_of(schema_text: str) -> str | None:
+    schema = json.loads(schema_text)
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return f"are no JSON schema: {error.message}"
+    resolver = _NOTHING_REMOTE.with_resource("", DRAFT202012.create_resource(schema)).resolver()
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except referencing.exceptions.Unresolvable:
+            return (
+                f"refer to {reference!r}, which is not in them. Write it out, or put it under "
+                "`$defs`"
+            )
+    return None
 
 
 def _references(schema: Any) -> Iterator[str]:
