@@ -9,7 +9,7 @@ from agent_vllm.tools.isolation import isolated
 from agent_vllm.tools.mcp import McpTools
 from agent_vllm.tools.results import ToolFailure, ToolInterrupted, encode_result
 from agent_vllm.tools.runner import ToolRunner
-from agent_vllm.tools.tool import Tool, as_tool, tools_by_name
+from agent_vllm.tools.tool import Tool, as_tool, tool_name, tools_by_name
 
 __all__ = [
     "McpTools",
@@ -20,5 +20,6 @@ __all__ = [
     "as_tool",
     "encode_result",
     "isolated",
+    "tool_name",
     "tools_by_name",
 ]

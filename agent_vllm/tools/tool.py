@@ -137,6 +137,11 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
     return named
 
 
+def tool_name(tool: Tool | Callable[..., Any]) -> str:
+    """The name that the model uses, without the work of describing the tool."""
+    return tool.name if isinstance(tool, Tool) else tool.__name__
+
+
 @functools.lru_cache(maxsize=4096)  # environments build the same tools over and over
 def _problem_of(schema_text: str) -> str | None:
     schema = json.loads(schema_text)
