@@ -42,3 +42,7 @@ class WeightSyncError(AgentVLLMError, RuntimeError):
 
 class RecordError(AgentVLLMError, ValueError):
     """A file of recorded rollouts can't be read, joined or replayed; names the file and line."""
+
+
+class ToolServerError(AgentVLLMError, ConnectionError):
+    """A tool server can't be started or reached, or what it says is no MCP; says which."""

@@ -30,6 +30,7 @@ from agent_vllm.types import (
     ToolResult,
     Trajectory,
 )
+from agent_vllm.user_turns import User, UserFailed, ask_user, user_suffix_ids
 
 Tools = Sequence[Tool | Callable[..., Any]]
 
@@ -124,6 +125,7 @@ async def rollout_batch_async(
     tools_batch: Sequence[Tools | None] | None = None,
     num_generations: int = 1,
     *,
+    users_batch: Sequence[User | None] | None = None,
     limits: Limits | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -140,6 +142,9 @@ async def rollout_batch_async(
         messages_batch: B conversations, each waiting for the assistant; never written to.
         tools_batch: each conversation's own tools (None: no tools); None for no tools at all.
         num_generations: G.
+        users_batch: each conversation's simulated user (None: none), asked for its next message
+            after every answer; None for no users at all. A user belongs to one trajectory: with
+            users, repeat the conversation instead of raising G.
         limits: of each trajectory; `Limits()` by default.
         temperature, top_p, top_k, min_p, stop_strings: sampling, as in `RolloutEngine.generate`.
         thinking_ratio: share of trajectories with the template's thinking switch on, the others
@@ -152,12 +157,14 @@ async def rollout_batch_async(
         B*G trajectories, prompt-major: all G of conversation 0, then of conversation 1, ...
 
     Raises:
-        ValueError: batch sizes differ, or a conversation is empty.
+        ValueError: batch sizes differ, a conversation is empty, or G trajectories share a user.
         ToolDefinitionError, ChatTemplateError: a tool or conversation can't be written for the
             model.
     """
     tools_batch = [None] * len(messages_batch) if tools_batch is None else tools_batch
+    users_batch = [None] * len(messages_batch) if users_batch is None else users_batch
     _check_batch(messages_batch, tools_batch, num_generations, thinking_ratio)
+    _check_users(chat, messages_batch, users_batch, num_generations)
     limits = limits or Limits()
     seed = engine.next_seed() if seed is None else seed
     status = status or RolloutStatus()
@@ -178,6 +185,7 @@ async def rollout_batch_async(
             chat=chat,
             messages=messages,
             tools=tools,
+            user=user,
             limits=limits,
             sampling=sampling,
             thinking_ratio=thinking_ratio,
@@ -186,7 +194,9 @@ async def rollout_batch_async(
             status=status,
             started_s=started_s,
         )
-        for row, (messages, tools) in enumerate(zip(messages_batch, named_tools, strict=True))
+        for row, (messages, tools, user) in enumerate(
+            zip(messages_batch, named_tools, users_batch, strict=True)
+        )
         for generation in range(num_generations)
     ]
     try:
@@ -210,6 +220,7 @@ class _Episode:
         chat: ChatFormat,
         messages: Messages,
         tools: Mapping[str, Tool],
+        user: User | None,
         limits: Limits,
         sampling: Mapping[str, Any],
         thinking_ratio: float | None,
@@ -222,6 +233,7 @@ class _Episode:
         self.chat = chat if self.thinking is None else chat.with_thinking(self.thinking)
         self.engine = engine
         self.tools = tools
+        self.user = user
         self.limits = limits
         self.sampling = sampling
         self.runner = runner
@@ -236,6 +248,7 @@ class _Episode:
         self.turn_outputs: list[str] = []
         self.tool_results: list[ToolResult] = []
         self.spans: list[Span] = []
+        self.num_tool_rounds = 0
         self.num_invalid_in_a_row = 0
         self.error: str | None = None
 
@@ -274,8 +287,8 @@ class _Episode:
         if completion.finish_reason == "length":
             return self._what_cut(budget)
         if not turn.calls:
-            return StopReason.ANSWERED
-        if self._num_tool_rounds == self.limits.max_tool_rounds:
+            return await self._ask_user()
+        if self.num_tool_rounds == self.limits.max_tool_rounds:
             return StopReason.MAX_TURNS
         if self._time_left() == 0.0:
             return StopReason.DEADLINE
@@ -283,10 +296,6 @@ class _Episode:
         return self._append_observation(results)
 
     # ---- limits ----
-
-    @property
-    def _num_tool_rounds(self) -> int:
-        return sum(not segment.is_sampled for segment in self.segments)
 
     def _stop_before_turn(self) -> StopReason | None:
         if len(self.turn_outputs) >= self.limits.max_turns:
@@ -370,6 +379,7 @@ class _Episode:
 
     async def _run_tools(self, turn: ParsedTurn) -> list[ToolResult]:
         time_left_s = self._time_left()
+        self.num_tool_rounds += 1
         self.status.num_in_tools += 1
         try:
             timed = await asyncio.gather(*(self._run_call(c, time_left_s) for c in turn.calls))
@@ -389,6 +399,33 @@ class _Episode:
             [result] = await self.runner.run([call], self.tools, time_left_s)
         span = Span(kind="tool", name=call.name, start_s=start_s, end_s=self._elapsed_s())
         return replace(result, call_id=call.id), span
+
+    async def _ask_user(self) -> StopReason | None:
+        """After an answer: the user's next message, or the end."""
+        if self.user is None:
+            return StopReason.ANSWERED
+        start_s = self._elapsed_s()
+        try:
+            said = await ask_user(self.user, self.messages, self.runner, self._time_left())
+        except UserFailed as failed:
+            self.error = str(failed)
+            return StopReason.USER_ERROR
+        finally:
+            self.spans.append(
+                Span(kind="tool", name="user", start_s=start_s, end_s=self._elapsed_s())
+            )
+        return StopReason.ANSWERED if said is None else self._append_user_message(said)
+
+    def _append_user_message(self, message: str) -> StopReason | None:
+        """Only where the model gets a turn to answer it."""
+        tools = list(self.tools.values())
+        ids = user_suffix_ids(self.chat, message, tools, last_token_id=self.ids[-1])
+        stop = self._stop_before_turn() or (self._tightest() if len(ids) >= self._room() else None)
+        if stop is None:
+            self.segments.append(Segment(token_ids=ids))
+            self.ids += ids
+            self.messages.append({"role": "user", "content": message})
+        return stop
 
     def _append_observation(self, results: list[ToolResult]) -> StopReason | None:
         """Feed the results back, cut to what fits; with no room at all they stay out."""
@@ -463,6 +500,26 @@ def _check_batch(
         raise ValueError(f"`num_generations` must be 1 or more, got {num_generations}.")
     if thinking_ratio is not None and not 0 <= thinking_ratio <= 1:
         raise ValueError(f"`thinking_ratio` must be in [0, 1], got {thinking_ratio}.")
+
+
+def _check_users(
+    chat: ChatFormat,
+    messages_batch: Sequence[Messages],
+    users_batch: Sequence[User | None],
+    num_generations: int,
+) -> None:
+    if len(messages_batch) != len(users_batch):
+        raise ValueError(
+            "`messages_batch` and `users_batch` must have one length, got "
+            f"{len(messages_batch)} and {len(users_batch)}."
+        )
+    if num_generations > 1 and any(user is not None for user in users_batch):
+        raise ValueError(
+            f"`num_generations` must be 1 with users, got {num_generations}: each trajectory needs "
+            "a user of its own. Repeat the conversation."
+        )
+    if any(user is not None for user in users_batch):
+        user_suffix_ids(chat, "Hello.")  # refuses templates that can't be used so
 
 
 def _named_tools(tools_batch: Sequence[Tools | None]) -> list[dict[str, Tool]]:

@@ -26,6 +26,7 @@ class StopReason(StrEnum):
     INVALID_CALLS = "invalid_calls"
     ENVIRONMENT_DONE = "environment_done"
     ENGINE_ERROR = "engine_error"
+    USER_ERROR = "user_error"
 
     @property
     def is_truncated(self) -> bool:
@@ -40,6 +41,7 @@ _TRUNCATING = frozenset(
         StopReason.CONTEXT_FULL,
         StopReason.DEADLINE,
         StopReason.ENGINE_ERROR,
+        StopReason.USER_ERROR,
     }
 )
 

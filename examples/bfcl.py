@@ -60,13 +60,18 @@ def load_bfcl(
 
 def _all_rows() -> Iterator[Row]:
     for category in CATEGORIES:
-        records = _records(f"possible_answer/BFCL_v4_{category}.json")
+        records = read_records(f"possible_answer/BFCL_v4_{category}.json")
         answers = {record["id"]: record["ground_truth"] for record in records}
-        for record in _records(f"BFCL_v4_{category}.json"):
+        for record in read_records(f"BFCL_v4_{category}.json"):
             yield _row(record, answers[record["id"]])
 
 
-def _records(name: str) -> list[dict[str, Any]]:
+def read_records(name: str) -> list[dict[str, Any]]:
+    """The records of a file in the package's data folder.
+
+    Raises:
+        FileNotFoundError: the package `bfcl-eval` is not installed.
+    """
     spec = find_spec("bfcl_eval")  # found, not imported: its code needs much else
     if spec is None or spec.origin is None:
         raise FileNotFoundError("No tasks. Run: pip install --no-deps bfcl-eval==2026.3.23")
@@ -86,7 +91,7 @@ def _row(record: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> Row
     return {
         "id": record["id"],
         "prompt": messages,
-        "functions": json.dumps([_function_schema(function) for function in record["function"]]),
+        "functions": json.dumps([function_schema(function) for function in record["function"]]),
         "ground_truth": json.dumps({_tool_name(name): acceptable}),
     }
 
@@ -96,7 +101,8 @@ def _tool_name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as BFCL describes it, in the form that transformers has for tools."""
     name, parameters = _tool_name(function["name"]), _json_schema(function["parameters"])
     described = {**function, "name": name, "parameters": parameters}
     return {"type": "function", "function": described}

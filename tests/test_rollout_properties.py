@@ -58,11 +58,18 @@ def _random_rollout(chat, scripted, seed):
         max_tool_result_tokens=rng.choice([None, 30]),
     )
     engine = scripted(script, max_model_len=rng.choice([650, 900, 2000]))
+
+    def next_message(messages):
+        if rng.random() < 0.3:
+            raise ValueError("gone")
+        return None if rng.random() < 0.5 else "y" * rng.randrange(40)
+
     t = rollout_single(
         engine,
         chat,
         user("x" * rng.randrange(60)),
         [add, shout],
+        users_batch=[rng.choice([None, next_message])],
         limits=limits,
         thinking_ratio=0.5,
         seed=seed,

@@ -15,7 +15,8 @@ Endings
  9. Results that leave no room for another token stay out of the ids and of the messages alike.
 10. Of a context and a completion limit that are both reached, the context is named.
 11. Truncated endings can be left out of the loss; running out of turns or valid calls is not one.
-12. A trajectory that the engine failed is never trained, but keeps its place in the batch.
+12. A trajectory that the engine or its user failed is never trained, but keeps its place in the
+    batch.
 
 Tools
 13. Calls in the thinking block are thoughts.

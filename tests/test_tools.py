@@ -9,55 +9,18 @@ import time
 
 import pytest
 from fakes import add, shout
+from tool_calls import ask, failed, run, run_one, tool
 
-from agent_vllm import tools as tools_module
 from agent_vllm.errors import ToolDefinitionError
 from agent_vllm.tools import (
-    Tool,
     ToolInterrupted,
     ToolRunner,
     as_tool,
     encode_result,
+    threads,
     tools_by_name,
 )
 from agent_vllm.types import ToolCall, ToolResult
-
-
-def schema(name, **properties):
-    parameters = {"type": "object", "properties": properties}
-    function = {"name": name, "description": name, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def tool(function, name="f", **properties):
-    """A tool by its schema, for functions without a docstring."""
-    return Tool(schema=schema(name, **properties), function=function)
-
-
-def ask(name="f", **arguments):
-    return ToolCall(name=name, arguments=arguments)
-
-
-def run(calls, tools, timeout_s=5.0, **options):
-    """Results as (status, content), in call order."""
-
-    async def work():
-        runner = ToolRunner(timeout_s=timeout_s, **options)
-        try:
-            return await runner.run(calls, tools_by_name(tools))
-        finally:
-            runner.close()
-
-    return [(result.status, result.content) for result in asyncio.run(work())]
-
-
-def run_one(function, timeout_s=5.0):
-    return run([ask()], [tool(function)], timeout_s)[0]
-
-
-def failed(message):
-    return ("failed", json.dumps({"error": message}))
-
 
 # ---- definitions ----
 
@@ -409,8 +372,8 @@ def test_b18_async_tool_that_holds_its_loop(hold):
 
 
 def test_b18_threads_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(tools_module, "_MAX_HANGING_CALLS", 2)
-    monkeypatch.setattr(tools_module, "_hanging", set())
+    monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
+    monkeypatch.setattr(threads, "_hanging", set())
     release = threading.Event()
     wait = tool(release.wait)
 
@@ -419,7 +382,7 @@ def test_b18_threads_do_not_pile_up(monkeypatch):
         named = tools_by_name([wait])
         results = [(await runner.run([ask()], named))[0] for _ in range(4)]
         release.set()
-        for thread in list(tools_module._hanging):
+        for thread in list(threads._hanging):
             thread.join(5)
         return [*results, *await runner.run([ask()], named)]
 

@@ -14,20 +14,20 @@ from agent_vllm.types import StopReason, Trajectory
 class Exclusion(StrEnum):
     """Why no token of a trajectory is trained."""
 
-    FAILED = "failed"  # the engine failed it
+    FAILED = "failed"  # its engine or its user failed
     TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
     UNSCORABLE = "unscorable"  # every reward function returned None for it
 
 
 def exclusion(
-    trajectory: Trajectory, *, mask_truncated: bool, rewards: Sequence[float] = ()
+    trajectory: Trajectory, *, mask_truncated: bool = False, rewards: Sequence[float] = ()
 ) -> Exclusion | None:
     """Why the trajectory is left out, None where it is trained.
 
     Args:
         rewards: one a reward function, NaN for None; leave out what is not known yet.
     """
-    if trajectory.stop_reason is StopReason.ENGINE_ERROR:
+    if trajectory.stop_reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR):
         return Exclusion.FAILED
     if mask_truncated and trajectory.stop_reason.is_truncated:
         return Exclusion.TRUNCATED

@@ -1,5 +1,6 @@
 """Which tools a dataset row offers: all of the trainer's, or those that its `tools` column names."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,7 @@ def _tool_of(entry: Any, tools: Mapping[str, Tool]) -> Tool:
     tool = tools[name]
     if schema is None:
         return tool
-    return Tool(schema=schema, function=tool.function, ends_episode=tool.ends_episode)
+    return dataclasses.replace(tool, schema=schema)
 
 
 def _without_none(value: Any) -> Any:

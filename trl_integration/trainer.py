@@ -28,7 +28,7 @@ from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.config import AgentGRPOConfig
-from trl_integration.ledger import exclusion, token_ledger
+from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import GapMeter, ledger_metrics, rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
 from trl_integration.row_tools import select_tools
@@ -259,7 +259,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         ids = [trajectory.completion_ids for trajectory in self.trajectories]  # without padding
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)
-        failed = [t.stop_reason is StopReason.ENGINE_ERROR for t in self.trajectories]
+        failed = [exclusion(t) is Exclusion.FAILED for t in self.trajectories]
         failed = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
         rewards[failed] = torch.nan  # half a trajectory must not move its group's baseline
         first = self.accelerator.process_index * len(prompts)

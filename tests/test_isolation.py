@@ -1,0 +1,196 @@
+"""Isolated tools: whatever a call does to its process, this one has one result."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import untrusted
+from tool_calls import ask, failed, run, tool
+
+from agent_vllm.errors import ToolDefinitionError
+from agent_vllm.tools import as_tool, isolated
+from agent_vllm.tools.results import MAX_RESULT_CHARS
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(function, timeout_s=20.0, limits=None, **arguments):
+    """(status, content) of one isolated call."""
+    properties = {name: {} for name in arguments}
+    wrapped = isolated(tool(function, **properties), **(limits or {}))
+    return run([ask(**arguments)], [wrapped], timeout_s)[0]
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_results_are_what_a_thread_would_give():
+    for function in (untrusted.add, untrusted.add_async):
+        assert call(function, a=1, b=2) == ("ok", "3")
+    assert call(untrusted.several) == ("ok", '{"set": [1, 2, 3], "none": null}')
+    assert call(untrusted.Box.open) == ("ok", "opened")
+    assert run([ask("add", a="1", b=2)], [isolated(untrusted.add)])[0][0] == "invalid"
+
+
+def test_what_is_not_the_function_stays_as_it_was():
+    plain = as_tool(untrusted.add)
+    assert isolated(plain).schema == plain.schema
+    assert isolated(plain).max_concurrency == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (untrusted.exit_at_once, failed("Ended without a result: exit status 7.")),
+        (untrusted.leave, failed("SystemExit: bye")),
+        (untrusted.interrupt, failed("KeyboardInterrupt")),
+        (untrusted.crash, failed("Ended without a result: killed by SIGSEGV.")),
+        (untrusted.stop_the_caller, failed("Ended without a result: killed by SIGKILL.")),
+        (untrusted.allocate, failed("MemoryError")),
+        (untrusted.close_stdout, ("ok", "closed")),
+        (untrusted.close_everything, failed("Ended without a result: exit status 120.")),
+        (untrusted.talk, ("ok", "talked")),
+        (untrusted.read_stdin, ("ok", "")),
+    ],
+)
+def test_what_a_call_does_to_its_process(function, result):
+    assert call(function) == result
+
+
+def test_b18_a_sleeping_call_is_killed_when_its_time_is_up():
+    assert call(untrusted.sleep, timeout_s=0.5) == failed("Timed out after 0.5 s.")
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (untrusted.spin, "1 s of processor time used up"),
+        (untrusted.spin_through_the_signal, "killed by SIGKILL"),
+    ],
+)
+def test_processor_time(function, cause):
+    assert call(function, limits={"cpu_s": 1}) == failed(f"Ended without a result: {cause}.")
+
+
+def test_output():
+    limits = {"max_output_bytes": 10_000}
+    assert call(untrusted.large, limits=limits, num_chars=9_000) == ("ok", "x" * 9_000)
+    too_long = failed("The result is longer than 10000 bytes.")
+    assert call(untrusted.large, limits=limits, num_chars=50_000) == too_long
+    status, content = call(untrusted.large, num_chars=10**8)
+    assert status == "ok" and content.startswith("x" * MAX_RESULT_CHARS + "\n[... ")
+
+
+def test_files():
+    limits = {"max_output_bytes": 10_000}
+    assert call(untrusted.write_file, limits=limits, num_bytes=10_000) == ("ok", "null")
+    status, content = call(untrusted.write_file, limits=limits, num_bytes=10_001)
+    assert status == "failed" and "File too large" in content
+    _, content = call(untrusted.folder)
+    folder, listed = json.loads(content)
+    assert listed == [] and not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (untrusted.fork_and_stay, ("ok", "forked")),
+        (untrusted.fork_and_die, failed("Ended without a result: exit status 7.")),
+    ],
+)
+def test_a_child_that_would_live_on_is_killed_with_the_call(function, result, tmp_path):
+    note = tmp_path / "pid"
+    assert call(function, path=str(note)) == result
+    give_up = time.monotonic() + 5
+    while is_alive(int(note.read_text())) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not is_alive(int(note.read_text()))
+
+
+def test_a_child_that_escapes_is_not_waited_for(tmp_path):
+    note = tmp_path / "pid"
+    ended = failed("Ended without a result: exit status 7.")
+    try:
+        assert call(untrusted.escape, path=str(note)) == ended
+        assert is_alive(int(note.read_text()))  # docs/security.md says so
+    finally:
+        os.kill(int(note.read_text()), signal.SIGKILL)
+
+
+def test_secrets_are_not_inherited(monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "secret")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    _, content = call(untrusted.environment)
+    assert "LANG" in json.loads(content) and "API_TOKEN" not in json.loads(content)
+    _, content = call(untrusted.environment, limits={"environment": ["API_TOKEN"]})
+    assert "API_TOKEN" in json.loads(content) and "LANG" not in json.loads(content)
+
+
+def local():
+    def inner():
+        return 1
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: 1,
+        local(),
+        functools.partial(untrusted.add, 1, 2),
+        untrusted.Box().method,
+        len.__call__,
+    ],
+)
+def test_what_has_no_name_to_be_found_by_is_refused(function):
+    with pytest.raises(ToolDefinitionError, match=r"`f` can't be isolated: .*at the top level"):
+        isolated(tool(function))
+
+
+@pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"memory_mb": -1}, {"max_output_bytes": 1.5}])
+def test_limits_that_are_none(limits):
+    with pytest.raises(ToolDefinitionError, match=r"must be a whole number above 0, got"):
+        isolated(untrusted.add, **limits)
+
+
+SCRIPT = '''
+def double(a: int) -> int:
+    """
+    Double it.
+
+    Args:
+        a: what
+    """
+    return 2 * a
+
+if __name__ == "__main__":  # nothing heavy above, as every call imports it
+    import asyncio
+    from agent_vllm.tools import ToolRunner, isolated, tools_by_name
+    from agent_vllm.types import ToolCall
+
+    call = ToolCall(name="double", arguments={"a": 21})
+    runner = ToolRunner()
+    print(asyncio.run(runner.run([call], tools_by_name([isolated(double)])))[0].content)
+'''
+
+
+def test_a_function_of_the_script_that_is_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
