@@ -167,8 +167,7 @@ class ChatFormat:
         Raises:
             ChatTemplateError: the render with the results doesn't extend the one without them.
         """
-        if self.escape_tool_results:
-            results = [dataclasses.replace(r, content=self._escape(r.content)) for r in results]
+        results = [dataclasses.replace(r, content=self.as_data(r.content)) for r in results]
         added = self.template.after_tool_turn(
             results, tools, add_generation_prompt=add_generation_prompt
         )
@@ -181,7 +180,7 @@ class ChatFormat:
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """The text's beginning in at most `max_tokens` tokens, marked if anything was cut."""
-        ids = self._encode_data(text)
+        ids = self._encode(self.as_data(text))
         if len(ids) <= max_tokens:
             return text
         mark = _TRUNCATION_MARK.format(num_cut=len(ids))
@@ -340,15 +339,14 @@ class ChatFormat:
         texts = sorted(map(re.escape, self._added_tokens), key=len, reverse=True)
         return re.compile(f"(?={'|'.join(text for text in texts if len(text) > 1)})")
 
-    def _escape(self, text: str) -> str:
-        """The text with a seam inside each control token that it spells."""
+    def as_data(self, text: str) -> str:
+        """The text for a render: a seam inside each control token that it spells keeps it text."""
+        if not self.escape_tool_results:
+            return text
         text = text.replace(_SEAM, "�")
         starts = [match.start() + 1 for match in self._control_text.finditer(text)]
         cuts = [0, *starts, len(text)]
         return _SEAM.join(text[a:b] for a, b in itertools.pairwise(cuts))
-
-    def _encode_data(self, text: str) -> list[int]:
-        return self._encode(self._escape(text) if self.escape_tool_results else text)
 
     def _encode_added(self, before: str, added: str) -> list[int]:
         """Ids of what was added to a text that no control token ends."""

@@ -54,7 +54,8 @@ def user_suffix_ids(
     Raises:
         ChatTemplateError: no end token stands between an answer and the next user message.
     """
-    full, *probes = [_two_turns(chat, text, tools) for text in (message, *_PROBES)]
+    texts = (chat.as_data(message), *_PROBES)
+    full, *probes = [_two_turns(chat, text, tools) for text in texts]
     shared = _num_shared(*probes)
     ends = [i for i in range(shared) if probes[0][i] in chat.end_token_ids]
     cut = ends[-1] + 1 if ends else 0

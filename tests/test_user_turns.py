@@ -12,7 +12,7 @@ from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import as_tool
 from agent_vllm.types import Limits, StopReason
 from agent_vllm.user_turns import user_suffix_ids
-from trl_integration.adapter import is_left_out
+from trl_integration.ledger import Exclusion, exclusion
 
 
 def saying(*messages):
@@ -138,7 +138,7 @@ def test_a_user_in_trouble_ends_its_trajectory_alone(chat, scripted, answer, err
     limits = Limits(tool_timeout_s=0.05)
     failed, answered = rollout_batch(engine, chat, rows, users_batch=users, limits=limits)
     assert (failed.stop_reason, failed.error) == (StopReason.USER_ERROR, error)
-    assert is_left_out(failed, mask_truncated=False)
+    assert exclusion(failed) is Exclusion.FAILED
     assert (answered.stop_reason, answered.num_turns) == (StopReason.ANSWERED, 2)
 
 
