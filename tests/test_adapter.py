@@ -51,9 +51,7 @@ def test_a24_all_lists_of_a_row_keep_one_length():
 def test_what_is_left_out(reason):
     t = trajectory([1], stop_reason=reason)
     assert is_left_out(t, mask_truncated=True) == reason.is_truncated
-    assert is_left_out(t, mask_truncated=False) == (
-        reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR)
-    )
+    assert is_left_out(t, mask_truncated=False) == reason.is_failure
 
 
 def test_reward_columns():

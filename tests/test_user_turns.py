@@ -12,7 +12,6 @@ from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import as_tool
 from agent_vllm.types import Limits, StopReason
 from agent_vllm.user_turns import user_suffix_ids
-from trl_integration.adapter import is_left_out
 
 
 def saying(*messages):
@@ -138,7 +137,7 @@ def test_a_user_in_trouble_ends_its_trajectory_alone(chat, scripted, answer, err
     limits = Limits(tool_timeout_s=0.05)
     failed, answered = rollout_batch(engine, chat, rows, users_batch=users, limits=limits)
     assert (failed.stop_reason, failed.error) == (StopReason.USER_ERROR, error)
-    assert is_left_out(failed, mask_truncated=False)
+    assert failed.stop_reason.is_failure and failed.unfinished
     assert (answered.stop_reason, answered.num_turns) == (StopReason.ANSWERED, 2)
 
 

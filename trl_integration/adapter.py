@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def _row(
 
 def is_left_out(trajectory: Trajectory, mask_truncated: bool) -> bool:
     """Whether no token of the trajectory is trained: engine or user failed, or it was cut off."""
-    if trajectory.stop_reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR):
+    if trajectory.stop_reason.is_failure:
         return True
     return mask_truncated and trajectory.stop_reason.is_truncated
 
