@@ -79,6 +79,7 @@ def test_which_endings_are_cut_off_and_which_are_unfinished():
         StopReason.CONTEXT_FULL,
         StopReason.DEADLINE,
         StopReason.ENGINE_ERROR,
+        StopReason.USER_ERROR,
     }
     assert unfinished == {*truncated, StopReason.MAX_TURNS, StopReason.INVALID_CALLS}
 
