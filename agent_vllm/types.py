@@ -33,6 +33,11 @@ class StopReason(StrEnum):
         """True where the model was cut off in its turn or never got the turn it was due."""
         return self in _TRUNCATING
 
+    @property
+    def is_failure(self) -> bool:
+        """True where engine or user failed: nothing is known of what the model did."""
+        return self in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR)
+
 
 _TRUNCATING = frozenset(
     {

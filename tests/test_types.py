@@ -106,3 +106,9 @@ def test_other_limits_are_more_than_zero_or_none(name):
     assert getattr(Limits(**{name: None}), name) is None
     with pytest.raises(ValueError, match=f"`{name}` must be more than 0, got 0. Use None"):
         Limits(**{name: 0})
+
+
+def test_failures_are_not_the_models():
+    failures = [reason for reason in StopReason if reason.is_failure]
+    assert failures == [StopReason.ENGINE_ERROR, StopReason.USER_ERROR]
+    assert all(reason.is_truncated for reason in failures)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 
-from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.types import Trajectory
 
 
 class Exclusion(StrEnum):
@@ -27,7 +27,7 @@ def exclusion(
     Args:
         rewards: one a reward function, NaN for None; leave out what is not known yet.
     """
-    if trajectory.stop_reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR):
+    if trajectory.stop_reason.is_failure:
         return Exclusion.FAILED
     if mask_truncated and trajectory.stop_reason.is_truncated:
         return Exclusion.TRUNCATED
