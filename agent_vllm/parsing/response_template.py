@@ -18,7 +18,7 @@ from agent_vllm.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS = "tool_calls"
-_VALUE = r"\s*(?P<value>.*?)\s*"
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class ResponseTemplateParser:
@@ -120,6 +120,7 @@ class _Tags:
     call: Any  # has a group `name`
     open: Any  # has a group `key`
     close: Any
+    on_own_lines: bool  # a value has a line break of its own on each side
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> "_Tags | None":
@@ -127,9 +128,13 @@ class _Tags:
         call = _pattern(spec, "open")
         if pattern.count(".*?") != 1 or "name" not in call.groupindex:
             return None
-        start, end = pattern.replace(r"(?P<value>.*?)", _VALUE).split(_VALUE)
-        clean = start.removesuffix(r"\s*"), end.removeprefix(r"\s*")
-        return cls(call=call, open=regex.compile(clean[0]), close=regex.compile(clean[1]))
+        start, end = pattern.split("(?P<value>.*?)")
+        return cls(
+            call=call,
+            open=regex.compile(start.removesuffix(r"\s*")),
+            close=regex.compile(end.removeprefix(r"\s*")),
+            on_own_lines=start.endswith(r"\s*"),
+        )
 
     def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
         """Name and arguments of the call that the region begins with."""
@@ -143,9 +148,13 @@ class _Tags:
             closing = self.close.search(region, opening.end())
             if closing is None:
                 raise ValueError(f"the argument {key!r} has no closing tag")
-            value = region[opening.end() : closing.start()].strip()
+            value = region[opening.end() : closing.start()]
+            if self.on_own_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, types.get(key, {}))
             opening = self.open.search(region, closing.end())
+            if self.close.search(region, closing.end(), opening.start() if opening else None):
+                raise ValueError(f"the argument {key!r} has a closing tag inside its value")
         return name, arguments
 
 
@@ -218,7 +227,8 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     types = {kind for choice in choices for kind in _as_list(choice.get("type"))}
     if not types or "string" in types:
         return text
-    return _loads(text.lower() if text.lower() in ("true", "false", "null") else text)
+    word = text.strip().lower()
+    return _WORDS[word] if word in _WORDS else _loads(text)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,0 +1,76 @@
+"""Response templates for families that TRL has none for, or one that reads less than models write.
+
+Data for `ResponseTemplateParser`; the form is transformers' own.
+"""
+
+from typing import Any
+
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+OWN_TEMPLATES: dict[str, dict[str, Any]] = {
+    # TRL's reads the order in which the template writes a call, `to=` before the channel. Models
+    # also write the channel first and `<|constrain|>json`
+    # (https://github.com/openai/harmony/blob/main/docs/format.md).
+    "gptoss": {
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>",
+                "close_pattern": r"<\|end\|>\s*",
+            },
+            "content": {
+                "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+                "close_pattern": r"<\|(?:return|end)\|>\s*",
+            },
+            "tool_calls": {
+                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)(?:<\|channel\|>\w+)?"
+                r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
+                "close_pattern": r"<\|call\|>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
+            },
+        },
+    },
+    "deepseek_v3": {
+        "start_anchor": "<｜Assistant｜>",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*"},
+            "tool_calls": {
+                "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function"
+                r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+                "close_pattern": r"\n```<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
+            },
+            "content": {"close_pattern": r"<｜end▁of▁sentence｜>\s*"},
+        },
+    },
+    "muse_glimmer": {
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "reasoning_content": {
+                "open": " to=self<|message|>",
+                "close_pattern": r"<\|eo[mt]\|>(?:<\|start\|>assistant)?",
+            },
+            "tool_calls": {
+                "open_pattern": r" to=[^\s<]+<\|message\|>\s*<atem:function_calls>\s*"
+                r'<atem:invoke name="(?P<name>[^"\n]+)">',
+                "close_pattern": r"</atem:invoke>\s*</atem:function_calls>(?:<\|eom\|>"
+                r"<\|start\|>assistant)?",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r'<atem:parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)'
+                    r"</atem:parameter>",
+                },
+                "transform": _CALL,
+            },
+            "content": {
+                "open": " to=user<|message|>",
+                "close_pattern": r"<\|eo[mt]\|>(?:<\|start\|>assistant)?",
+            },
+        },
+    },
+}
