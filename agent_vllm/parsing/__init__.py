@@ -4,6 +4,7 @@ Invariant: whatever a model writes is a `ParsedTurn`. A call that can't be read 
 error, in its place among the others.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,10 +30,7 @@ __all__ = [
     "safely",
 ]
 
-_VLLM_PARSER_BY_MARK = {
-    "[TOOL_CALLS]": "mistral",
-    "<|START_ACTION|>": "cohere_command3",
-}
+_VLLM_PARSER_BY_MARK = {"[TOOL_CALLS]": "mistral"}
 
 
 _OWN_PARSERS: dict[str, ResponseParser] = {"hermes": parse_hermes, "lfm2": parse_pythonic}
@@ -52,10 +50,10 @@ def named_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ResponseParse
     vllm_names = vllm_parser_names()
     if name in vllm_names:
         return VLLMToolParser(name, tokenizer)
-    raise ValueError(
-        f"`parser` must be a callable or a known name, got {name!r}. Known are "
-        f"{', '.join([*_OWN_PARSERS, *templates])}" + (f"; from vLLM {', '.join(vllm_names)}." if vllm_names else ".")
-    )
+    known = ", ".join([*_OWN_PARSERS, *templates])
+    if vllm_names:
+        known += f"; from vLLM {', '.join(vllm_names)}"
+    raise ValueError(f"`parser` must be a callable or a known name, got {name!r}. Known: {known}.")
 
 
 def find_parser(
@@ -70,6 +68,7 @@ def find_parser(
 def safely(parser: ResponseParser) -> ResponseParser:
     """The parser, with whatever it raises turned into a call's error."""
 
+    @functools.wraps(parser, updated=())
     def parse(turn: SampledTurn) -> ParsedTurn:
         try:
             parsed = parser(turn)

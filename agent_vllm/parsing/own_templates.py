@@ -47,6 +47,28 @@ OWN_TEMPLATES: dict[str, dict[str, Any]] = {
             "content": {"close_pattern": r"<｜end▁of▁sentence｜>\s*"},
         },
     },
+    "cohere_command3": {
+        "start_anchor": "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "fields": {
+            "reasoning_content": {
+                "open": "<|START_THINKING|>",
+                "close_pattern": r"<\|END_THINKING\|>\s*",
+            },
+            "tool_calls": {
+                "open_pattern": r"(?:<\|START_ACTION\|>\s*\[|,)\s*\{"
+                r'(?:\s*"tool_call_id":\s*"[^"]*",)?\s*'
+                r'"tool_name":\s*"(?P<name>[^"\n]+)",\s*"parameters":\s*',
+                "close_pattern": r'\}\s*(?:\]\s*<\|END_ACTION\|>|$|(?=,\s*\{\s*"tool_))',
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
+            },
+            "content": {
+                "open": "<|START_RESPONSE|>",
+                "close_pattern": r"<\|END_RESPONSE\|>|<\|END_OF_TURN_TOKEN\|>",
+            },
+        },
+    },
     "muse_glimmer": {
         "start_anchor": "<|start|>assistant",
         "fields": {

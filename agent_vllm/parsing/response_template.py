@@ -37,6 +37,7 @@ class ResponseTemplateParser:
             raise ValueError(
                 f"A response template must have a field {_CALLS!r}, got {list(fields)}."
             )
+        self.template = template
         self._anchor = _pattern(template, "start_anchor")
         self._fields = [_Field.of(name, spec) for name, spec in fields.items()]
         self._tags = _Tags.of(fields[_CALLS])
@@ -59,6 +60,8 @@ class ResponseTemplateParser:
             else:
                 body = body.strip().removesuffix(turn.end).strip()
                 pieces.setdefault(field.name, []).append(body)
+        if pieces == {"content": []} and not calls:  # none of the family's marks: all is content
+            pieces["content"].append(turn.text.strip())
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         message |= {name: "\n".join(filter(None, texts)) for name, texts in pieces.items()}
         message = {k: v for k, v in message.items() if v or k == "content"}
