@@ -62,7 +62,8 @@ class ChatFormat:
         call_mark: a control token that only turns with calls have, as text; empty where there is
             none.
         parser: reads assistant turns.
-        escape_tool_results: control tokens' text inside tool results stays text.
+        escape_tool_results: control tokens' text inside tool results, and in the names that the
+            model gave tools, stays text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -168,7 +169,10 @@ class ChatFormat:
             ChatTemplateError: the render with the results doesn't extend the one without them.
         """
         if self.escape_tool_results:
-            results = [dataclasses.replace(r, content=self._escape(r.content)) for r in results]
+            results = [
+                dataclasses.replace(r, name=self._escape(r.name), content=self._escape(r.content))
+                for r in results
+            ]
         added = self.template.after_tool_turn(
             results, tools, add_generation_prompt=add_generation_prompt
         )

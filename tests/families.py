@@ -237,11 +237,8 @@ ARGUMENTS = {
 }
 
 # What a template writes so that nothing can read it back, and what becomes of it.
-_NONE = "written as `None`: an error for the model"
 _TAGS = "a tag inside text ends it: an error for the model"
 _LOSSES = {
-    "gemma4_v5": {},
-    "gemma4": {"null": _NONE, "literals in an object": _NONE},
     "lfm2_2_5_vl": {},
     "lfm2_2_5": {
         "quotes": "written without escapes: an error for the model",

@@ -1,6 +1,7 @@
 """Response templates for families that TRL has none for, or one that reads less than models write.
 
-Data for `ResponseTemplateParser`; the form is transformers' own.
+Data for `ResponseTemplateParser`; the form is transformers' own. Patterns have bounds where a flood
+of half a mark would otherwise be looked at over and over.
 """
 
 from typing import Any
@@ -23,8 +24,8 @@ OWN_TEMPLATES: dict[str, dict[str, Any]] = {
                 "close_pattern": r"<\|(?:return|end)\|>\s*",
             },
             "tool_calls": {
-                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)(?:<\|channel\|>\w+)?"
-                r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
+                "open_pattern": r"to=functions\.(?P<name>[^\s<]{1,256}+)(?:<\|channel\|>\w{1,16})?"
+                r"\s*+(?:<\|constrain\|>)?(?:json)?\s*+<\|message\|>",
                 "close_pattern": r"<\|call\|>\s*",
                 "repeats": True,
                 "content": "json",
@@ -38,7 +39,7 @@ OWN_TEMPLATES: dict[str, dict[str, Any]] = {
             "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*"},
             "tool_calls": {
                 "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function"
-                r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+                r"<｜tool▁sep｜>(?P<name>[^\n<]{1,256}+)\n```json\n",
                 "close_pattern": r"\n```<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?\s*",
                 "repeats": True,
                 "content": "json",
@@ -77,7 +78,7 @@ OWN_TEMPLATES: dict[str, dict[str, Any]] = {
                 "close_pattern": r"<\|eo[mt]\|>(?:<\|start\|>assistant)?",
             },
             "tool_calls": {
-                "open_pattern": r" to=[^\s<]+<\|message\|>\s*<atem:function_calls>\s*"
+                "open_pattern": r" to=[^\s<]{1,256}+<\|message\|>\s*<atem:function_calls>\s*"
                 r'<atem:invoke name="(?P<name>[^"\n]+)">',
                 "close_pattern": r"</atem:invoke>\s*</atem:function_calls>(?:<\|eom\|>"
                 r"<\|start\|>assistant)?",

@@ -22,6 +22,7 @@ _BODY = re.compile(
 )
 _STRING = re.compile(r"'(?:[^'\\]++|\\.)*+'|\"(?:[^\"\\]++|\\.)*+\"", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # mappings are written as JSON
+_MAX_BITS = 14_000  # Python writes no integer of more than 4300 digits
 _MAX_CHARS = 100_000  # more is no call; Python's parser is kept from what it can't bear
 
 
@@ -84,4 +85,6 @@ def _value(node: ast.expr) -> Any:
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | None):
         raise ValueError(f"a value can't be of type {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError("a number has too many digits")
     return value

@@ -18,6 +18,8 @@ from agent_vllm.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS = "tool_calls"
+_LOOSE_KEY = regex.compile(r"([{,]\s*+)([\w.-]++)\s*+:")
+_PYTHON_NULL = regex.compile(r"\bNone\b")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -40,7 +42,7 @@ class ResponseTemplateParser:
         self.template = template
         self._anchor = _pattern(template, "start_anchor")
         self._fields = [_Field.of(name, spec) for name, spec in fields.items()]
-        self._tags = _Tags.of(fields[_CALLS])
+        self._reader = _Tags.of(fields[_CALLS]) or _LooseJson.of(fields[_CALLS])
         self._call_template = {
             key: template[key]
             for key in ("start_anchor", "start_anchor_pattern")
@@ -95,8 +97,8 @@ class ResponseTemplateParser:
 
     def _read_call(self, region: str, turn: SampledTurn) -> ToolCall:
         try:
-            if self._tags is not None:
-                name, arguments = self._tags.read(region, turn.tools)
+            if self._reader is not None:
+                name, arguments = self._reader.read(region, turn.tools)
             else:
                 tools: list[Any] = [dict(tool) for tool in turn.tools]
                 message = parse_response(region, self._call_template, prefix="", tools=tools)
@@ -132,6 +134,7 @@ class _Tags:
         if pattern.count(".*?") != 1 or "name" not in call.groupindex:
             return None
         start, end = pattern.split("(?P<value>.*?)")
+        start = start.replace("]+)", "]{1,256}+)")  # a flood of openings is read once
         return cls(
             call=call,
             open=regex.compile(start.removesuffix(r"\s*")),
@@ -159,6 +162,46 @@ class _Tags:
             if self.close.search(region, closing.end(), opening.start() if opening else None):
                 raise ValueError(f"the argument {key!r} has a closing tag inside its value")
         return name, arguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LooseJson:
+    """Reads calls in JSON with unquoted keys and a mark on both sides of text, `{city:|Oslo|}`.
+
+    transformers reads them in time quadratic in the number of marks. Python's word for null, which
+    templates write too, is null.
+    """
+
+    call: Any  # has a group `name`
+    close: Any
+    quote: str
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> "_LooseJson | None":
+        quotes = spec.get("content_args", {}).get("string_delims", [])
+        call = _pattern(spec, "open")
+        if len(quotes) != 1 or len(set(quotes[0])) != 1 or "name" not in call.groupindex:
+            return None
+        return cls(call=call, close=_pattern(spec, "close"), quote=quotes[0][0])
+
+    def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Any]:
+        """Name and arguments of the call that the region begins with."""
+        head = self.call.match(region)
+        close = self.close.search(region, head.end())
+        if close is None:
+            raise ValueError("it has no closing mark")
+        pieces = region[head.end() : close.start()].split(self.quote)
+        if len(pieces) % 2 == 0:
+            raise ValueError("a text in it has no end")
+        for index, piece in enumerate(pieces):
+            is_text = index % 2 == 1
+            pieces[index] = json.dumps(piece) if is_text else _as_strict_json(piece)
+        return head["name"], json.loads("".join(pieces))
+
+
+def _as_strict_json(piece: str) -> str:
+    """JSON between texts, with its keys in quotes."""
+    return _PYTHON_NULL.sub("null", _LOOSE_KEY.sub(r'\1"\2":', piece))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
