@@ -260,8 +260,22 @@ def test_an_answer_is_read(name):
 def test_a_cut_turn_has_no_call(name):
     chat = chat_of(name)
     before, sampled = sampled_turn(chat, assistant(CALLS[:1]))
-    for end in (len(sampled), len(sampled) - 1, len(sampled) // 2):
+    for end in range(len(sampled) + 1):
         assert chat.parse(sampled[:end], before, TOOLS, is_cut=True).calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [("gptoss", "<|call|>"), ("gemma4", "<|tool_response>"), ("glm4moe", "<|observation|>")],
+)
+def test_an_end_that_only_calls_have_without_a_call_is_an_error(name, sign):
+    chat = chat_of(name)
+    before, sampled = sampled_turn(chat, assistant(content="It is."))
+    assert chat.parse(sampled, before).calls == []
+    parsed = chat.parse([*sampled[:-1], chat.turn_end_id], before)
+    errors = [call.error for call in parsed.calls]
+    assert errors == [f"The turn has {sign} but no call that can be read."]
+    assert parsed.message["content"] == "It is."
 
 
 @each_template

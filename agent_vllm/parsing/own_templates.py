@@ -25,7 +25,7 @@ OWN_TEMPLATES: dict[str, dict[str, Any]] = {
             },
             "tool_calls": {
                 "open_pattern": r"to=functions\.(?P<name>[^\s<]{1,256}+)(?:<\|channel\|>\w{1,16})?"
-                r"\s*+(?:<\|constrain\|>)?(?:json)?\s*+<\|message\|>",
+                r"\s*+(?:<\|constrain\|>)?\w{0,16}\s*+<\|message\|>",
                 "close_pattern": r"<\|call\|>\s*",
                 "repeats": True,
                 "content": "json",
