@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.parsing import ResponseTemplateParser, _response_templates, parse_hermes
+from agent_vllm.parsing import ResponseTemplateParser, parse_hermes, response_templates
 from agent_vllm.tools import Tool
 from agent_vllm.types import ToolCall, ToolResult
 
@@ -312,7 +312,7 @@ def sampled_turn(chat, message, before=(USER,), tools=TOOLS):
 def parser_name(chat):
     parser = chat.parser.__wrapped__
     if isinstance(parser, ResponseTemplateParser):
-        names = _response_templates().items()
+        names = response_templates().items()
         return next(name for name, template in names if template is parser.template)
     return "hermes" if parser is parse_hermes else "lfm2"
 

@@ -1,8 +1,10 @@
 """Templates of one's own: what is found out about them, what is refused, parsers by name."""
 
 import json
+import random
 
 import pytest
+from fakes import broken_properties
 from families import CALLS, TOOLS, USER, Family, small_tokenizer, tool_results
 
 from agent_vllm.chat import ChatFormat
@@ -223,6 +225,18 @@ def test_parsers_by_name(template, parser, turn):
     answer = chat.tokenizer("It is 汉.", add_special_tokens=False)["input_ids"]
     assert chat.parse([*answer, end]).message == {"role": "assistant", "content": "It is 汉."}
     assert end in chat.end_token_ids
+    check_broken_turns(chat, ids)
+
+
+def check_broken_turns(chat, ids):
+    """300 cut, spliced and repeated; vLLM's parsers are slower than ours and get no more."""
+    rng = random.Random(0)
+    control = sorted(chat.tokenizer.get_added_vocab().values())
+    for _ in range(300):
+        at, to = sorted(rng.choices(range(len(ids) + 1), k=2))
+        middle = rng.choice([[], ids, ids[at:to] * 3, rng.choices(control, k=2)])
+        parsed = chat.parse([*ids[:at], *middle, *ids[to:]], (), TOOLS)
+        assert broken_properties(parsed) == []
 
 
 @pytest.mark.vllm

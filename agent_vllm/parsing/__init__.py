@@ -27,6 +27,7 @@ __all__ = [
     "named_parser",
     "parse_hermes",
     "parse_pythonic",
+    "response_templates",
     "safely",
 ]
 
@@ -44,7 +45,7 @@ def named_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ResponseParse
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name]
-    templates = _response_templates()
+    templates = response_templates()
     if name in templates:
         return ResponseTemplateParser(templates[name])
     vllm_names = vllm_parser_names()
@@ -90,14 +91,14 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Itera
     if own is not None:
         yield ResponseTemplateParser(own)
     yield from _OWN_PARSERS.values()
-    for template in _response_templates().values():
+    for template in response_templates().values():
         yield ResponseTemplateParser(template)
     names = [name for mark, name in _VLLM_PARSER_BY_MARK.items() if mark in chat_template]
     known = vllm_parser_names() if names else []
     yield from (VLLMToolParser(name, tokenizer) for name in names if name in known)
 
 
-def _response_templates() -> dict[str, Mapping[str, Any]]:
+def response_templates() -> dict[str, Mapping[str, Any]]:
     """Response templates by family: ours, and TRL's as `trl.chat_template_utils` names them."""
     from trl import chat_template_utils
 

@@ -85,6 +85,8 @@ def _split_thinking(turn: SampledTurn) -> tuple[str, str]:
 
 
 def _as_call(function: Any) -> ToolCall:
+    if not function.name:
+        return ToolCall(name="unknown", arguments=None, error="The call has no name.")
     try:
         arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):
