@@ -96,10 +96,27 @@ def test_text_in_tags_is_kept_to_the_space(text):
     assert read("qwen3_5", tagged(text)) == [("record", {"text": text}, None)]
 
 
-def test_a_closing_tag_inside_text_is_an_error_and_not_half_a_value():
-    [(_, arguments, error)] = read("qwen3_5", tagged("a </parameter> b"))
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<parameter=text>\na </parameter> b\n</parameter>\n</function>",
+        "<parameter>\na\n</parameter>\n</function>",
+        "<parameter=text a</parameter>\n</function>",
+        f"<parameter={'x' * 300}>\na\n</parameter>\n</function>",
+        '{"text": "a"}\n</function>',
+    ],
+)
+def test_text_that_is_no_argument_is_an_error_and_not_left_out(body):
+    [(_, arguments, error)] = read(
+        "qwen3_5", f"<tool_call>\n<function=record>\n{body}\n</tool_call>"
+    )
     assert arguments is None
-    assert "a closing tag inside its value" in error
+    assert "argument" in error
+
+
+def test_a_call_in_tags_that_never_ends():
+    [(_, _, error)] = read("qwen3_5", tagged("a").removesuffix("</tool_call>") + "So.")
+    assert "there is text that is no argument" in error
 
 
 @pytest.mark.parametrize(

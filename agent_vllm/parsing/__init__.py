@@ -32,8 +32,6 @@ __all__ = [
 ]
 
 _VLLM_PARSER_BY_MARK = {"[TOOL_CALLS]": "mistral"}
-
-
 _OWN_PARSERS: dict[str, ResponseParser] = {"hermes": parse_hermes, "lfm2": parse_pythonic}
 
 

@@ -125,6 +125,7 @@ class _Tags:
     call: Any  # has a group `name`
     open: Any  # has a group `key`
     close: Any
+    end: Any  # of the whole call
     on_own_lines: bool  # a value has a line break of its own on each side
 
     @classmethod
@@ -139,6 +140,7 @@ class _Tags:
             call=call,
             open=regex.compile(start.removesuffix(r"\s*")),
             close=regex.compile(end.removeprefix(r"\s*")),
+            end=_pattern(spec, "close"),
             on_own_lines=start.endswith(r"\s*"),
         )
 
@@ -148,8 +150,9 @@ class _Tags:
         name = head["name"].strip()
         types = _argument_types(name, tools)
         arguments: dict[str, Any] = {}
-        opening = self.open.search(region, head.end())
-        while opening is not None:
+        position = head.end()
+        while opening := self.open.search(region, position):
+            _check_gap(region[position : opening.start()])
             key = opening["key"].strip()
             closing = self.close.search(region, opening.end())
             if closing is None:
@@ -158,10 +161,15 @@ class _Tags:
             if self.on_own_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, types.get(key, {}))
-            opening = self.open.search(region, closing.end())
-            if self.close.search(region, closing.end(), opening.start() if opening else None):
-                raise ValueError(f"the argument {key!r} has a closing tag inside its value")
+            position = closing.end()
+        _check_gap(self.end.sub("", region[position:]))
         return name, arguments
+
+
+def _check_gap(text: str) -> None:
+    """Around arguments there is nothing but white space and the function's own closing tag."""
+    if text.strip() not in ("", "</function>"):
+        raise ValueError(f"there is text that is no argument, {text.strip()[:40]!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
