@@ -62,7 +62,8 @@ class ChatFormat:
         call_mark: a control token that only turns with calls have, as text; empty where there is
             none.
         parser: reads assistant turns.
-        escape_tool_results: control tokens' text inside tool results stays text.
+        escape_tool_results: control tokens' text inside tool results, and in the names that the
+            model gave tools, stays text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -167,7 +168,10 @@ class ChatFormat:
         Raises:
             ChatTemplateError: the render with the results doesn't extend the one without them.
         """
-        results = [dataclasses.replace(r, content=self.as_data(r.content)) for r in results]
+        results = [
+            dataclasses.replace(r, name=self.as_data(r.name), content=self.as_data(r.content))
+            for r in results
+        ]
         added = self.template.after_tool_turn(
             results, tools, add_generation_prompt=add_generation_prompt
         )
@@ -214,10 +218,12 @@ class ChatFormat:
             tools=[tool.schema for tool in tools],
         )
         parsed = self.parser(turn)
-        if is_cut and parsed.calls:
-            return ParsedTurn(message={"role": "assistant", "content": text}, calls=[])
-        if not parsed.calls and self.call_mark and self.call_mark in parsed.message["content"]:
-            error = f"The turn has {self.call_mark} but no call that can be read."
+        if is_cut:
+            message = {"role": "assistant", "content": text} if parsed.calls else parsed.message
+            return ParsedTurn(message=message, calls=[])
+        sign = self._sign_of_calls(parsed.message["content"], token_ids)
+        if sign and not parsed.calls:
+            error = f"The turn has {sign} but no call that can be read."
             return ParsedTurn(
                 message=parsed.message,
                 calls=[ToolCall(name="unknown", arguments=None, error=error)],
@@ -230,6 +236,14 @@ class ChatFormat:
         if ids and ids[-1] in self.end_token_ids:
             ids.pop()
         return self._decode(ids)
+
+    def _sign_of_calls(self, content: str, token_ids: Sequence[int]) -> str:
+        """What only turns with calls have, if this one has it: a mark, or an end of their own."""
+        if self.call_mark and self.call_mark in content:
+            return self.call_mark
+        last = token_ids[-1] if token_ids else None
+        is_call_end = last == self.turn_end_id and last not in self._template_ends[1:]
+        return self._decode([last]) if last is not None and is_call_end else ""
 
     def _end_text(self, token_ids: Sequence[int]) -> str:
         """The end that parsers expect: as sampled if the template has it, else the template's."""

@@ -1,5 +1,5 @@
 """Small stand-ins and checkers: a ChatML tokenizer over characters, calls written out, tools, the
-invariants of a trajectory."""
+invariants of a trajectory and of a parsed turn."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agent_vllm.types import Segment, StopReason, Trajectory
+from agent_vllm.types import ParsedTurn, Segment, StopReason, Trajectory
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TAGS = ["<tool_call>", "</tool_call>"]
@@ -182,4 +182,26 @@ def broken_invariants(trajectory, requests):
     for turn, (prompt, request) in enumerate(zip(prompts, requests, strict=False)):
         if (where := difference(request.prompt_ids, prompt)) is not None:
             problems.append(f"turn {turn} was asked with other ids, {where}")
+    return problems
+
+
+def broken_properties(parsed):
+    """What is wrong with a parsed turn, whatever it was parsed from."""
+    problems = []
+    if not isinstance(parsed, ParsedTurn):
+        return [f"not a ParsedTurn: {parsed!r}"]
+    message = parsed.message
+    if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
+        problems.append(f"role or content: {message!r}")
+    json.dumps(message)
+    for call in parsed.calls:
+        if not isinstance(call.name, str) or not call.name:
+            problems.append(f"name: {call!r}")
+        if call.error is not None and call.arguments is not None:
+            problems.append(f"malformed, with arguments: {call!r}")
+        if call.error is None and not isinstance(call.arguments, dict | None):
+            problems.append(f"arguments: {call!r}")
+    readable = [call.as_message() for call in parsed.calls if call.error is None]
+    if message.get("tool_calls", []) != readable:
+        problems.append(f"calls {readable!r}, message {message!r}")
     return problems

@@ -126,6 +126,13 @@ def test_g6_two_results_keep_their_own_names():
     )
 
 
+def test_a_name_that_spells_control_tokens_stays_text():
+    chat = ChatFormat.from_tokenizer(chatml_tokenizer(NAMED_RESULTS))
+    ids = chat.suffix_ids([result(name="<|im_end|>")], last_token_id=END)
+    assert ids.count(END) == 1
+    assert text_of(chat, ids).startswith("\n<|im_start|>tool <|im_end|>\n42")
+
+
 def test_a_name_that_no_tokenizer_takes():
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(NAMED_RESULTS))
     ids = chat.suffix_ids([result(name="\ud83d")], last_token_id=END)
@@ -253,6 +260,14 @@ def test_b19_text_is_cut_in_tokens_and_marked(chat, text):
     num_cut = len(text) - (64 - len("\n[... 5000 tokens cut]"))
     assert cut == text[: len(text) - num_cut] + f"\n[... {num_cut} tokens cut]"
     assert len(ids_of(chat.tokenizer, cut)) == 64
+
+
+def test_g4_json_that_was_cut_is_marked_as_cut(chat):
+    text = '{"rows": [' + "1, " * 99 + "1]}"
+    cut = chat.truncate(text, 40)
+    kept, _, mark = cut.rpartition("\n")
+    assert text.startswith(kept)
+    assert mark == f"[... {len(text) - len(kept)} tokens cut]"
 
 
 def test_text_that_fits_is_left_alone(chat):

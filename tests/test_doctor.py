@@ -1,5 +1,6 @@
 """The doctor: what passes on real parts, and for every check a bad input that it finds."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -201,6 +202,10 @@ def test_an_end_that_the_template_writes_twice():
     assert "trained [2, 2] times" in failures(report)["end token"]
 
 
+def fields_of(chat):
+    return {field.name: getattr(chat, field.name) for field in dataclasses.fields(chat)}
+
+
 class DoublesTheEnd(ChatFormat):
     def suffix_ids(self, *args, **kwargs):
         return [END, *super().suffix_ids(*args, **kwargs)]
@@ -219,7 +224,7 @@ def state_of(chat):
 
 
 def test_an_end_that_the_suffix_writes_again(chat):
-    finding = template_checks.find_end_token(state_of(DoublesTheEnd(**vars(chat))))
+    finding = template_checks.find_end_token(state_of(DoublesTheEnd(**fields_of(chat))))
     assert finding.status == "fail"
     assert "written twice" in finding.evidence
     assert template_checks.find_end_token(state_of(chat)).status == "pass"

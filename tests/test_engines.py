@@ -172,6 +172,18 @@ def test_e02_a_prompt_that_leaves_one_token_gets_one(loaded):
     assert len(completion.token_ids) == 1
 
 
+def test_e03_a_prompt_that_fills_the_context_is_read_from_its_first_token(loaded):
+    engine, model = loaded
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(10, 300, (engine.max_model_len - 2,), generator=generator).tolist()
+    request = {"prompt_ids": prompt, "max_new_tokens": 2, "seed": 0, "temperature": 1.0}
+    (completion,) = generate_all(engine, [request])
+    learner = learner_logprobs(model, prompt, completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), learner, atol=1e-4, rtol=0)
+    without_first = learner_logprobs(model, prompt[1:], completion.token_ids, 1.0)
+    assert (learner - without_first).abs().max() > 1e-4
+
+
 def test_c03_c04_logprobs_are_of_the_distribution_sampled_from(loaded):
     engine, model = loaded
     base = {"prompt_ids": [20, 30, 40], "max_new_tokens": 8, "seed": 3, "temperature": 0.5}

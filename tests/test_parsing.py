@@ -90,6 +90,11 @@ def test_b06_unreadable_arguments_are_not_taken_for_none(arguments):
     assert read(wrapped(body)) == [("calc", None, '"arguments" is not a JSON object.')]
 
 
+def test_g10_a_type_of_call_other_than_function_is_no_matter():
+    body = '{"type": "retrieval", "id": "7", "name": "calc", "arguments": {"a": 1}}'
+    assert read(wrapped(body)) == [("calc", {"a": 1}, None)]
+
+
 def test_arguments_as_a_json_string():
     body = json.dumps({"name": "calc", "arguments": '{"a": 1}'})
     assert read(wrapped(body)) == [("calc", {"a": 1}, None)]

@@ -8,6 +8,7 @@ from fakes import (
     ADD,
     END,
     NUM_ADD,
+    PAD,
     add,
     broken_invariants,
     by_prompt,
@@ -19,6 +20,7 @@ from fakes import (
     user,
 )
 
+from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import Tool, as_tool
@@ -75,6 +77,15 @@ def test_a01_a08_a09_sampled_ids_are_kept_as_they_are(chat, scripted, turn):
     second = engine.requests[1].prompt_ids
     assert difference(second[: len(t.prompt_ids) + len(turn_ids)], t.prompt_ids + turn_ids) is None
     assert "tool_calls" in t.messages[1]
+
+
+def test_a26_ids_keep_every_control_token_that_reading_takes_out(chat, scripted):
+    turn = f"<think>hm</think>{ADD}"
+    engine = scripted([turn, "ok"])
+    t = rollout_single(engine, chat, user(), [add])
+    assert t.messages[1]["content"] == ""
+    assert t.segments[0].token_ids == engine.encode_turn(turn)
+    assert t.turn_outputs[0] == turn
 
 
 def test_a16_any_end_token_ends_a_turn(tokenizer, scripted):
@@ -189,6 +200,13 @@ def test_e01_prompts_that_leave_no_room(chat, scripted):
     assert [t.completion_ids for t in trajectories][1:] == [[], []]
     assert [len(t.prompt_ids) for t in trajectories] == [short + 3, 64, 200]
     assert len(engine.requests) == 1
+
+
+def test_e06_a_prompt_is_never_cut(chat, scripted):
+    prompts = [user("x" * 200), user("y")]
+    batch = collate(rollout_batch(scripted(["ok"], max_model_len=64), chat, prompts), PAD)
+    lengths = [len(chat.prompt_ids(prompt)) for prompt in prompts]
+    assert batch.attention_mask.sum(dim=1).tolist() == [lengths[0], lengths[1] + len("ok") + 1]
 
 
 def test_a_turn_cut_by_its_own_limit(chat, scripted):

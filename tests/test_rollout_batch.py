@@ -6,7 +6,17 @@ import random
 import threading
 
 import pytest
-from fakes import ADD, CHATML, NUM_ADD, add, by_prompt, call, chatml_tokenizer, user
+from fakes import (
+    ADD,
+    CHATML,
+    NUM_ADD,
+    add,
+    broken_invariants,
+    by_prompt,
+    call,
+    chatml_tokenizer,
+    user,
+)
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionError
@@ -35,6 +45,42 @@ def test_e07_an_engine_error_is_one_rows_own(chat, scripted):
     assert [t.error for t in (first, second, third)] == [None, "lost", "gone"]
     assert second.completion_ids == []
     assert sum(third.completion_mask) == NUM_ADD
+
+
+def test_a25_the_same_input_again_is_a_fresh_start(chat, scripted):
+    """After a tool and the engine failed, nothing of the first try is left in the second."""
+    tries = []
+
+    def flaky(a: int) -> int:
+        """
+        Fail at first.
+
+        Args:
+            a: anything
+        """
+        tries.append(a)
+        if len(tries) == 1:
+            raise RuntimeError("not yet")
+        return a
+
+    messages, tools = [user("one")], [[flaky]]
+    turns = [call("flaky", a=7), "done"]
+    lost = iter([EngineError("lost")])
+
+    def script(request):
+        is_second = "flaky" in chat.tokenizer.decode(request.prompt_ids).rpartition("one")[2]
+        error = next(lost, None) if is_second else None
+        return error or engine.encode_turn(turns[is_second])
+
+    engine = scripted(script)
+    first, second = (rollout_batch(engine, chat, messages, tools, seed=0)[0] for _ in range(2))
+    assert (first.stop_reason, second.stop_reason) == (
+        StopReason.ENGINE_ERROR,
+        StopReason.ANSWERED,
+    )
+    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [r.content for r in second.tool_results] == ["7"]
+    assert broken_invariants(second, engine.requests[2:]) == []
 
 
 def test_an_error_of_the_engines_code_is_raised(chat, scripted):

@@ -4,12 +4,15 @@ Invariant: whatever a model writes is a `ParsedTurn`. A call that can't be read 
 error, in its place among the others.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.parsing.hermes import parse_hermes
+from agent_vllm.parsing.own_templates import OWN_TEMPLATES
+from agent_vllm.parsing.pythonic import parse_pythonic
 from agent_vllm.parsing.response_template import ResponseTemplateParser
 from agent_vllm.parsing.turn import ResponseParser, SampledTurn
 from agent_vllm.parsing.vllm_parsers import VLLMToolParser, vllm_parser_names
@@ -23,35 +26,33 @@ __all__ = [
     "find_parser",
     "named_parser",
     "parse_hermes",
+    "parse_pythonic",
+    "response_templates",
     "safely",
 ]
 
-_VLLM_PARSER_BY_MARK = {
-    "<｜tool▁calls▁begin｜>": "deepseek_v3",
-    "<atem:function_calls>": "muse_glimmer",
-    "[TOOL_CALLS]": "mistral",
-    "<|START_ACTION|>": "cohere_command3",
-}
+_VLLM_PARSER_BY_MARK = {"[TOOL_CALLS]": "mistral"}
+_OWN_PARSERS: dict[str, ResponseParser] = {"hermes": parse_hermes, "lfm2": parse_pythonic}
 
 
 def named_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ResponseParser:
-    """A parser by name: "hermes", a family of TRL's response templates, or one of vLLM's.
+    """A parser by name: "hermes", "lfm2", a family with a response template, or one of vLLM's.
 
     Raises:
         ValueError: nobody knows the name; lists those that are known.
     """
-    if name == "hermes":
-        return parse_hermes
-    templates = _trl_response_templates()
+    if name in _OWN_PARSERS:
+        return _OWN_PARSERS[name]
+    templates = response_templates()
     if name in templates:
         return ResponseTemplateParser(templates[name])
     vllm_names = vllm_parser_names()
     if name in vllm_names:
         return VLLMToolParser(name, tokenizer)
-    raise ValueError(
-        f"`parser` must be a callable or a known name, got {name!r}. Known are hermes, "
-        f"{', '.join(templates)}" + (f"; from vLLM {', '.join(vllm_names)}." if vllm_names else ".")
-    )
+    known = ", ".join([*_OWN_PARSERS, *templates])
+    if vllm_names:
+        known += f"; from vLLM {', '.join(vllm_names)}"
+    raise ValueError(f"`parser` must be a callable or a known name, got {name!r}. Known: {known}.")
 
 
 def find_parser(
@@ -66,6 +67,7 @@ def find_parser(
 def safely(parser: ResponseParser) -> ResponseParser:
     """The parser, with whatever it raises turned into a call's error."""
 
+    @functools.wraps(parser, updated=())
     def parse(turn: SampledTurn) -> ParsedTurn:
         try:
             parsed = parser(turn)
@@ -86,16 +88,16 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Itera
     own = getattr(tokenizer, "response_template", None)
     if own is not None:
         yield ResponseTemplateParser(own)
-    yield parse_hermes
-    for template in _trl_response_templates().values():
+    yield from _OWN_PARSERS.values()
+    for template in response_templates().values():
         yield ResponseTemplateParser(template)
     names = [name for mark, name in _VLLM_PARSER_BY_MARK.items() if mark in chat_template]
     known = vllm_parser_names() if names else []
     yield from (VLLMToolParser(name, tokenizer) for name in names if name in known)
 
 
-def _trl_response_templates() -> dict[str, Mapping[str, Any]]:
-    """TRL's response templates by family, as `trl.chat_template_utils` names them."""
+def response_templates() -> dict[str, Mapping[str, Any]]:
+    """Response templates by family: ours, and TRL's as `trl.chat_template_utils` names them."""
     from trl import chat_template_utils
 
     found = {
@@ -103,4 +105,5 @@ def _trl_response_templates() -> dict[str, Mapping[str, Any]]:
         for name, value in vars(chat_template_utils).items()
         if name.endswith("_template") and isinstance(value, dict)
     }
+    found |= OWN_TEMPLATES
     return {name: value for name, value in found.items() if "tool_calls" in value["fields"]}

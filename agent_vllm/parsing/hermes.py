@@ -8,12 +8,11 @@ import json
 import re
 from typing import Any
 
+from agent_vllm.parsing.marked import malformed, read_marked
 from agent_vllm.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
-_THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_OPENING = re.compile(f"{_THINK}|{_CALL}")
 _DECODER = json.JSONDecoder()
 # To the first closing tag that is not inside a JSON string; possessive, so it never looks back.
 _BODY = re.compile(rf'(?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!{_CALL_END[1:]}))*+', re.DOTALL)
@@ -25,42 +24,10 @@ def parse_hermes(turn: SampledTurn) -> ParsedTurn:
     The message holds `content` (never None), `reasoning_content` if there was any, and `tool_calls`
     for the calls that could be read; a malformed call stays in `content` as the model wrote it.
     """
-    text = turn.text
-    content: list[str] = []
-    thoughts: list[str] = []
-    calls: list[ToolCall] = []
-    position = _read_thought(text, 0, thoughts) if turn.starts_in_thinking else 0
-    while opening := _OPENING.search(text, position):
-        content.append(text[position : opening.start()])
-        if opening.group() == _THINK:
-            position = _read_thought(text, opening.end(), thoughts)
-            continue
-        call, position = _read_call(text, opening.end())
-        calls.append(call)
-        if call.error is not None:
-            content.append(text[opening.start() : position])
-    content.append(text[position:])
-    return ParsedTurn(message=_message(content, thoughts, calls), calls=calls)
+    return read_marked(turn, _CALL, _read_call)
 
 
-def _message(content: list[str], thoughts: list[str], calls: list[ToolCall]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(content).strip()}
-    if reasoning := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = reasoning
-    if readable := [call for call in calls if call.error is None]:
-        message["tool_calls"] = [call.as_message() for call in readable]
-    return message
-
-
-def _read_thought(text: str, start: int, thoughts: list[str]) -> int:
-    """Note the thinking that begins at `start`; the position after its end, or after the text."""
-    close = text.find(_THINK_END, start)
-    end = len(text) if close < 0 else close
-    thoughts.append(text[start:end].strip())
-    return min(end + len(_THINK_END), len(text))
-
-
-def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
+def _read_call(text: str, start: int) -> tuple[list[ToolCall], int]:
     """The call whose JSON begins at `start`, and the position after its closing tag."""
     body_end = _BODY.match(text, start).end()  # type: ignore[union-attr]
     body = text[start:body_end].lstrip()
@@ -76,7 +43,7 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
         return _malformed(text, start, f"The call has no closing {_CALL_END}.")
     if body[end:].strip():
         return _malformed(text, start, "There is text between the call's JSON and its closing tag.")
-    return _as_call(value), body_end + len(_CALL_END)
+    return [_as_call(value)], body_end + len(_CALL_END)
 
 
 def _as_call(value: Any) -> ToolCall:
@@ -94,7 +61,5 @@ def _as_call(value: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def _malformed(text: str, start: int, error: str) -> tuple[ToolCall, int]:
-    close = text.find(_CALL_END, start)
-    end = len(text) if close < 0 else close + len(_CALL_END)
-    return ToolCall(name="unknown", arguments=None, error=error), end
+def _malformed(text: str, start: int, error: str) -> tuple[list[ToolCall], int]:
+    return malformed(text, start, _CALL_END, error)

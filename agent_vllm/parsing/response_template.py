@@ -18,7 +18,9 @@ from agent_vllm.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS = "tool_calls"
-_VALUE = r"\s*(?P<value>.*?)\s*"
+_LOOSE_KEY = regex.compile(r"([{,]\s*+)([\w.-]++)\s*+:")
+_PYTHON_NULL = regex.compile(r"\bNone\b")
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class ResponseTemplateParser:
@@ -37,9 +39,10 @@ class ResponseTemplateParser:
             raise ValueError(
                 f"A response template must have a field {_CALLS!r}, got {list(fields)}."
             )
+        self.template = template
         self._anchor = _pattern(template, "start_anchor")
         self._fields = [_Field.of(name, spec) for name, spec in fields.items()]
-        self._tags = _Tags.of(fields[_CALLS])
+        self._reader = _Tags.of(fields[_CALLS]) or _LooseJson.of(fields[_CALLS])
         self._call_template = {
             key: template[key]
             for key in ("start_anchor", "start_anchor_pattern")
@@ -59,6 +62,8 @@ class ResponseTemplateParser:
             else:
                 body = body.strip().removesuffix(turn.end).strip()
                 pieces.setdefault(field.name, []).append(body)
+        if pieces == {"content": []} and not calls:  # none of the family's marks: all is content
+            pieces["content"].append(turn.text.strip())
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         message |= {name: "\n".join(filter(None, texts)) for name, texts in pieces.items()}
         message = {k: v for k, v in message.items() if v or k == "content"}
@@ -92,8 +97,8 @@ class ResponseTemplateParser:
 
     def _read_call(self, region: str, turn: SampledTurn) -> ToolCall:
         try:
-            if self._tags is not None:
-                name, arguments = self._tags.read(region, turn.tools)
+            if self._reader is not None:
+                name, arguments = self._reader.read(region, turn.tools)
             else:
                 tools: list[Any] = [dict(tool) for tool in turn.tools]
                 message = parse_response(region, self._call_template, prefix="", tools=tools)
@@ -120,6 +125,8 @@ class _Tags:
     call: Any  # has a group `name`
     open: Any  # has a group `key`
     close: Any
+    end: Any  # of the whole call
+    on_own_lines: bool  # a value has a line break of its own on each side
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> "_Tags | None":
@@ -127,9 +134,15 @@ class _Tags:
         call = _pattern(spec, "open")
         if pattern.count(".*?") != 1 or "name" not in call.groupindex:
             return None
-        start, end = pattern.replace(r"(?P<value>.*?)", _VALUE).split(_VALUE)
-        clean = start.removesuffix(r"\s*"), end.removeprefix(r"\s*")
-        return cls(call=call, open=regex.compile(clean[0]), close=regex.compile(clean[1]))
+        start, end = pattern.split("(?P<value>.*?)")
+        start = start.replace("]+)", "]{1,256}+)")  # a flood of openings is read once
+        return cls(
+            call=call,
+            open=regex.compile(start.removesuffix(r"\s*")),
+            close=regex.compile(end.removeprefix(r"\s*")),
+            end=_pattern(spec, "close"),
+            on_own_lines=start.endswith(r"\s*"),
+        )
 
     def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
         """Name and arguments of the call that the region begins with."""
@@ -137,16 +150,66 @@ class _Tags:
         name = head["name"].strip()
         types = _argument_types(name, tools)
         arguments: dict[str, Any] = {}
-        opening = self.open.search(region, head.end())
-        while opening is not None:
+        position = head.end()
+        while opening := self.open.search(region, position):
+            _check_gap(region[position : opening.start()])
             key = opening["key"].strip()
             closing = self.close.search(region, opening.end())
             if closing is None:
                 raise ValueError(f"the argument {key!r} has no closing tag")
-            value = region[opening.end() : closing.start()].strip()
+            value = region[opening.end() : closing.start()]
+            if self.on_own_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, types.get(key, {}))
-            opening = self.open.search(region, closing.end())
+            position = closing.end()
+        _check_gap(self.end.sub("", region[position:]))
         return name, arguments
+
+
+def _check_gap(text: str) -> None:
+    """Around arguments there is nothing but white space and the function's own closing tag."""
+    if text.strip() not in ("", "</function>"):
+        raise ValueError(f"there is text that is no argument, {text.strip()[:40]!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LooseJson:
+    """Reads calls in JSON with unquoted keys and a mark on both sides of text, `{city:|Oslo|}`.
+
+    transformers reads them in time quadratic in the number of marks. Python's word for null, which
+    templates write too, is null.
+    """
+
+    call: Any  # has a group `name`
+    close: Any
+    quote: str
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> "_LooseJson | None":
+        quotes = spec.get("content_args", {}).get("string_delims", [])
+        call = _pattern(spec, "open")
+        if len(quotes) != 1 or len(set(quotes[0])) != 1 or "name" not in call.groupindex:
+            return None
+        return cls(call=call, close=_pattern(spec, "close"), quote=quotes[0][0])
+
+    def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Any]:
+        """Name and arguments of the call that the region begins with."""
+        head = self.call.match(region)
+        close = self.close.search(region, head.end())
+        if close is None:
+            raise ValueError("it has no closing mark")
+        pieces = region[head.end() : close.start()].split(self.quote)
+        if len(pieces) % 2 == 0:
+            raise ValueError("a text in it has no end")
+        for index, piece in enumerate(pieces):
+            is_text = index % 2 == 1
+            pieces[index] = json.dumps(piece) if is_text else _as_strict_json(piece)
+        return head["name"], json.loads("".join(pieces))
+
+
+def _as_strict_json(piece: str) -> str:
+    """JSON between texts, with its keys in quotes."""
+    return _PYTHON_NULL.sub("null", _LOOSE_KEY.sub(r'\1"\2":', piece))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +281,8 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     types = {kind for choice in choices for kind in _as_list(choice.get("type"))}
     if not types or "string" in types:
         return text
-    return _loads(text.lower() if text.lower() in ("true", "false", "null") else text)
+    word = text.strip().lower()
+    return _WORDS[word] if word in _WORDS else _loads(text)
 
 
 def _as_list(value: Any) -> list[Any]:

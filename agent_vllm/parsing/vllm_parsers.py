@@ -31,9 +31,20 @@ class VLLMToolParser:
 
     Args:
         name: as `vllm serve --tool-call-parser` takes it.
+
+    Raises:
+        ValueError: vLLM's parser of this name reads a stream only.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        from vllm.tool_parsers import ToolParser, ToolParserManager
+
+        parser = ToolParserManager.get_tool_parser(name)
+        if parser.extract_tool_calls is ToolParser.extract_tool_calls:
+            raise ValueError(
+                f"`parser` must read whole turns, got vLLM's {name!r}, which reads streams only. "
+                "Pass a callable."
+            )
         self.name = name
         self._tokenizer = tokenizer
 
@@ -74,6 +85,8 @@ def _split_thinking(turn: SampledTurn) -> tuple[str, str]:
 
 
 def _as_call(function: Any) -> ToolCall:
+    if not function.name:
+        return ToolCall(name="unknown", arguments=None, error="The call has no name.")
     try:
         arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):

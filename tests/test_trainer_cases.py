@@ -1,0 +1,234 @@
+"""Masks, lengths and ratios of multi-turn rows in the real TRL trainer."""
+
+import pytest
+import torch
+from datasets import Dataset
+from fakes import ids_of
+from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
+
+from agent_vllm import StopReason, TorchRolloutEngine
+from agent_vllm.testing import ScriptedRolloutEngine
+from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+
+ANSWER = "Yes."
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
+
+
+def rows(num_rows, split="train"):
+    return Dataset.from_list(make_tasks(split, num_rows, kinds=SMALL_KINDS))
+
+
+@pytest.fixture
+def make_trainer(agent, tmp_path):
+    """A trainer on the small agent, its rollouts by an engine."""
+    model, tokenizer = agent
+    trainers = []
+
+    def make(engine, eval_dataset=None, **settings):
+        args = AgentGRPOConfig(
+            **{
+                "output_dir": str(tmp_path / "out"),
+                "per_device_train_batch_size": 4,
+                "num_generations": 4,
+                "max_completion_length": 150,
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "report_to": "none",
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                "use_cpu": True,
+                **settings,
+            }
+        )
+        trainer = AgentGRPOTrainer(
+            model=model,
+            reward_funcs=correct_reward,
+            args=args,
+            train_dataset=rows(8),
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            tools=[calculator, get_weather, get_price],
+            rollout_engine=engine,
+        )
+        trainer.current_gradient_accumulation_steps = 1
+        trainers.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+
+
+@pytest.fixture
+def story(agent):
+    """An engine for four rows: an answer, a call and an answer, and both without their end."""
+    tokenizer = agent[1]
+    end = tokenizer.eos_token_id
+    answer = ids_of(tokenizer, ANSWER)
+    call, other_call = ids_of(tokenizer, CALL), ids_of(tokenizer, CALL.replace("1", "3"))
+    first = iter([[*answer, end], [*call, end], answer, [*other_call, end]])
+
+    def script(request):
+        text = tokenizer.decode(request.prompt_ids)
+        if CALL in text:
+            return [*answer, end]
+        return answer if CALL.replace("1", "3") in text else next(first)
+
+    return ScriptedRolloutEngine(tokenizer, script, max_model_len=1024)
+
+
+@pytest.fixture
+def cap(agent):
+    """Tokens that a call fits in with its end, but no result."""
+    return len(ids_of(agent[1], CALL)) + 1 + 2
+
+
+def scored(trainer):
+    """What TRL trains on, from one prompt's four rows."""
+    trainer.model.train()
+    return trainer._generate_and_score_completions([rows(1)[0]] * 4)
+
+
+def trained(inputs):
+    return inputs["completion_mask"] * inputs["tool_mask"]
+
+
+def loss_of(trainer, inputs, **changes):
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    return trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages, **changes})
+
+
+def test_a17_a_cut_row_is_out_of_every_mask_and_others_are_whole(make_trainer, story):
+    trainer = make_trainer(story, mask_truncated_completions=True)
+    inputs = scored(trainer)
+    reasons = [t.stop_reason for t in trainer.trajectories]
+    assert [reason.is_truncated for reason in reasons] == [False, False, True, True]
+    for row, t in enumerate(trainer.trajectories):
+        mask = t.completion_mask if not reasons[row].is_truncated else [0] * len(t.completion_ids)
+        assert trained(inputs)[row, : len(mask)].tolist() == mask
+        assert not trained(inputs)[row, len(mask) :].any()
+
+
+def test_a18_only_trained_tokens_are_counted(make_trainer, story):
+    """The denominator is what was sampled, and a longer observation does not thin the loss."""
+    trainer = make_trainer(story, loss_type="dapo")
+    inputs = scored(trainer)
+    num_sampled = sum(t.num_sampled_tokens for t in trainer.trajectories)
+    assert sum(len(t.completion_ids) for t in trainer.trajectories) > num_sampled
+    assert int(inputs["num_items_in_batch"]) == num_sampled
+    wider = {
+        name: torch.nn.functional.pad(inputs[name], (0, 50), value=value)
+        for name, value in {
+            "completion_ids": 0,
+            "completion_mask": 1,  # as if 50 more tokens had been observed
+            "tool_mask": 0,
+            "old_per_token_logps": 0.0,
+            "sampling_per_token_logps": 0.0,
+        }.items()
+    }
+    with torch.no_grad():
+        assert loss_of(trainer, inputs).item() != 0.0
+        torch.testing.assert_close(loss_of(trainer, inputs), loss_of(trainer, inputs, **wider))
+
+
+def test_a19_no_gradient_reaches_what_predicts_an_observation(make_trainer, story):
+    """Through TRL's own loss: position t - 1 has a gradient exactly where token t was sampled."""
+    trainer = make_trainer(story)
+    inputs = scored(trainer)
+    seen = []
+
+    def keep(_, __, output):  # a position's last hidden state is read by its own logits only
+        output.last_hidden_state.retain_grad()
+        seen.append(output.last_hidden_state)
+
+    handle = trainer.model.model.register_forward_hook(keep)
+    loss_of(trainer, inputs, old_per_token_logps=None).backward()  # the ratio is 1, never clipped
+    handle.remove()
+    num_columns = inputs["completion_ids"].shape[1]
+    has_gradient = torch.cat([hidden.grad.abs().sum(-1) > 0 for hidden in seen])
+    assert has_gradient[:, -num_columns - 1 : -1].long().tolist() == trained(inputs).tolist()
+
+
+def test_a20_kl_of_observations_stays_out(make_trainer, story):
+    trainer = make_trainer(story, beta=0.1)
+    inputs = scored(trainer)
+    reference, mask = inputs["ref_per_token_logps"], trained(inputs)
+    with torch.no_grad():
+        plain = loss_of(trainer, inputs)
+        elsewhere = loss_of(trainer, inputs, ref_per_token_logps=reference - 9.0 * (1 - mask))
+        inside = loss_of(trainer, inputs, ref_per_token_logps=reference - 9.0 * mask)
+    assert elsewhere.item() == plain.item()
+    assert inside.item() > plain.item() + 0.1
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_a21_observations_stay_out_of_the_ratio(make_trainer, agent, mode):
+    """Engine and learner agree: the ratio is 1, however long the observations are."""
+    trainer = make_trainer(
+        TorchRolloutEngine(*agent),
+        old_logprobs="recomputed",
+        vllm_importance_sampling_mode=mode,
+    )
+    inputs = scored(trainer)
+    assert any(t.num_turns > 1 for t in trainer.trajectories)
+    ratio = inputs["importance_sampling_ratio"]
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-2, rtol=0)
+    assert not (inputs["sampling_per_token_logps"] * (1 - trained(inputs))).any()
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_a22_lengths_count_sampled_tokens_cut_rows_too(make_trainer, story, mask_truncated):
+    trainer = make_trainer(story, mask_truncated_completions=mask_truncated)
+    scored(trainer)
+    lengths = [t.num_sampled_tokens for t in trainer.trajectories]
+    metrics = trainer._metrics["train"]
+    assert metrics["completions/mean_length"] == [pytest.approx(sum(lengths) / 4)]
+    assert metrics["completions/min_length"] == [min(lengths)]
+    assert metrics["completions/max_length"] == [max(lengths)]
+    assert metrics["completions/max_terminated_length"] == [max(lengths[:2])]
+
+
+def test_a24_every_list_of_tokens_has_one_shape(make_trainer, story, cap):
+    trainer = make_trainer(story, max_completion_length=cap, beta=0.1)
+    inputs = scored(trainer)
+    assert trainer.trajectories[1].stop_reason is StopReason.COMPLETION_BUDGET
+    shape = inputs["completion_ids"].shape
+    assert shape == (4, cap - 2)
+    for name in (
+        "completion_mask",
+        "tool_mask",
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "ref_per_token_logps",
+    ):
+        assert inputs[name].shape == shape, name
+
+
+def test_b25_the_evaluation_batch_may_be_the_larger_one(make_trainer, agent):
+    tokenizer = agent[1]
+
+    def script(request):
+        called = CALL in tokenizer.decode(request.prompt_ids)
+        return [*ids_of(tokenizer, ANSWER if called else CALL), tokenizer.eos_token_id]
+
+    trainer = make_trainer(
+        ScriptedRolloutEngine(tokenizer, script, max_model_len=1024),
+        eval_dataset=rows(8, "test"),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        per_device_eval_batch_size=8,
+        num_generations_eval=1,
+    )
+    trainer.evaluate()
+    results = [[result.content for result in t.tool_results] for t in trainer.trajectories]
+    assert results == [["3"]] * 8
+
+
+def test_e05_the_cap_holds_and_what_it_cut_is_counted(make_trainer, story, cap):
+    trainer = make_trainer(story, max_completion_length=cap)
+    scored(trainer)
+    lengths = [len(t.completion_ids) for t in trainer.trajectories]
+    assert max(lengths) == cap - 2
+    cut = [t.stop_reason.is_truncated for t in trainer.trajectories]
+    assert cut == [False, True, True, True]
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [0.75]
