@@ -8,7 +8,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {"view": "agent_vllm.inspect.view"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
