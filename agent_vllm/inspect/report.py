@@ -12,7 +12,7 @@ import statistics
 import sys
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,12 +218,20 @@ def _body(record: Record) -> dict[str, Any]:
     """What is looked at when the trajectory is opened; token columns in base64."""
     prompt, completion = _split(record)
     learner_logprobs = record.get("learner_logprobs")
+    contents = {_text(message.get("content")) for message in completion}
     return {
         "prompt": [_message(message) for message in prompt],
         "completion": [_message(message) for message in completion],
-        "turn_outputs": [_text(output) for output in record.get("turn_outputs") or []],
+        # texts that a message shows already are not said twice
+        "turn_outputs": [
+            _unless_in(contents, _text(output)) for output in record.get("turn_outputs") or []
+        ],
         "tool_results": [
-            {name: _text(result.get(name)) for name in ("name", "content", "status")}
+            {
+                "name": _text(result.get("name")),
+                "status": _text(result.get("status")),
+                "content": _unless_in(contents, _text(result.get("content"))),
+            }
             for result in record.get("tool_results") or []
         ],
         "prompt_ids": _column("I", record["prompt_ids"]),
@@ -260,6 +268,10 @@ def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _unless_in(texts: Container[str | None], text: str | None) -> str | None:
+    return None if text in texts else text
 
 
 def _preview(message: Record) -> str:

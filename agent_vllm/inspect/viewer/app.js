@@ -49,6 +49,7 @@ function setColouring(colouring) {
 function select(id) {
   state.id = id;
   showSelected(id);
+  byId("main").scrollIntoView({ block: "nearest" }); // on a narrow page it stands below the list
   return setView(state.view === "run" ? "chat" : state.view);
 }
 

@@ -147,11 +147,14 @@ function stopSection(mode) {
 function spark(steps, reason) {
   const { width, height } = SPARK;
   const bar = width / steps.length;
-  const share = (step) => (step.stop_reasons[reason] ?? 0) / step.num;
+  const barHeight = (step) => {
+    const number = step.stop_reasons[reason] ?? 0;
+    return number === 0 ? 0 : Math.max((height * number) / step.num, 2); // one of many is still seen
+  };
   return svg(
     "svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
     svg("line", { class: "grid", x1: 0, x2: width, y1: height - 0.5, y2: height - 0.5 }),
-    steps.map((step, i) => svg("rect", { x: i * bar + bar * 0.1, width: bar * 0.8, y: height * (1 - share(step)), height: height * share(step) })),
+    steps.map((step, i) => svg("rect", { x: i * bar + bar * 0.1, width: bar * 0.8, y: height - barHeight(step), height: barHeight(step) })),
   );
 }
 

@@ -92,7 +92,7 @@ function messageCard(message, results, output, title) {
     message.reasoning && folded("Reasoning", textBlock(message.reasoning)),
     message.role !== "tool" && contentOf(message),
     results.length + message.calls.length > 0 && callTable(message.calls, results),
-    output && output !== message.content && folded("Raw output", textBlock(output)),
+    output && folded("Raw output", textBlock(output)),
   );
 }
 
@@ -143,13 +143,13 @@ function callPair(call, result) {
 
 function resultSection(result) {
   const status = result.recorded?.status;
-  const isCut = result.recorded && result.recorded.content !== result.content;
+  const whole = result.recorded?.content; // where the model saw another text
   return el(
     "section",
     { class: `result ${knownStatus(status)}`, "aria-label": "Result" },
     el("h5", {}, el("span", { class: "muted" }, "result "), status && el("span", { class: `badge ${knownStatus(status)}` }, knownStatus(status) ? STATUS[status] : readable(status))),
     result.isUnseen && el("p", { class: "muted" }, "Not shown to the model: no room was left."),
     textBlock(result.content ?? "", "code"),
-    isCut && folded("Before it was cut to fit", textBlock(result.recorded.content ?? "", "code")),
+    whole && !result.isUnseen && folded("Before it was cut to fit", textBlock(whole, "code")),
   );
 }

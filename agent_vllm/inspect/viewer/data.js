@@ -65,7 +65,10 @@ function decode(raw) {
 }
 
 function bytes(base64) {
-  return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0)).buffer;
+  const text = atob(base64);
+  const values = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) values[i] = text.charCodeAt(i);
+  return values.buffer;
 }
 
 // ---- search ----

@@ -7,7 +7,7 @@ const endOf = (row) => Math.max(0, ...row.spans.map(([, , , end]) => end));
 
 function timelineView(row, onOpen) {
   const rows = batchOf(row).filter((other) => other.spans.length);
-  const title = el("h2", {}, `${batchName(row)} on the clock`);
+  const title = el("h2", {}, `${batchName(row)} · timeline`);
   if (rows.length === 0) return [title, emptyState("No times here", "The record holds no spans of this batch.")];
   const last = rows.reduce((a, b) => (endOf(b) > endOf(a) ? b : a));
   const end = endOf(last) || 1;

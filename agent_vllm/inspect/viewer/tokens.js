@@ -50,17 +50,19 @@ const COLOURING_NAMES = Object.keys(COLOURINGS);
 const MIN_CHUNK = 200; // tokens; a chunk outside the view costs no layout
 const MAX_CHUNK = 600;
 
-const tokenState = { tokens: [], elements: [] };
+const tokenState = { tokens: [], elements: [], positions: new Map(), entry: null };
 
 function tokensView(row, body, colouring) {
   tokenState.tokens = tokensOf(row, body);
-  tokenState.elements = tokenState.tokens.map(tokenElement);
+  tokenState.elements = tokenElements(tokenState.tokens);
+  tokenState.positions = new Map(tokenState.elements.map((element, position) => [element, position]));
   const panel = el("aside", { id: "token-details", class: "details", "aria-label": "The token", "aria-live": "polite" });
   const area = el(
     "div",
     {
       id: "tokens", class: "tokens", role: "group", dir: "ltr", "aria-label": "Tokens; arrow keys move",
-      onpointerover: (event) => showToken(event.target), onfocusin: (event) => showToken(event.target), onkeydown: tokenKey,
+      onpointerover: (event) => showToken(event.target), onfocusin: (event) => showToken(event.target),
+      onclick: (event) => tokenState.positions.has(event.target) && focusToken(event.target), onkeydown: tokenKey,
     },
     segmentsOf(row).map(segmentElement),
   );
@@ -70,8 +72,8 @@ function tokensView(row, body, colouring) {
     el("div", { class: "tokens-body" }, area, panel),
   );
   panel.append(...tokenHint());
-  const first = tokenState.elements[0];
-  if (first) first.tabIndex = 0;
+  tokenState.entry = tokenState.elements[0] ?? null;
+  if (tokenState.entry) tokenState.entry.tabIndex = 0;
   colourTokens(view, colouring);
   return [trajectoryHeader(row), view];
 }
@@ -80,15 +82,15 @@ function tokensView(row, body, colouring) {
 
 function tokensOf(row, body) {
   const numPrompt = body.prompt_ids.length;
-  const token = (id, position, fields) => ({ id, position, text: body.token_texts[id], mask: null, isSampled: false, gap: NaN, ...fields });
-  const prompt = Array.from(body.prompt_ids, (id, i) => token(id, i, {}));
+  const token = (id, position, mask, logprob, learner) => ({
+    id, position, mask, logprob, learner, gap: learner - logprob,
+    text: body.token_texts[id], isSampled: mask === 1, advantage: row.advantage,
+  });
+  const prompt = Array.from(body.prompt_ids, (id, i) => token(id, i, null, NaN, NaN));
   const completion = Array.from(body.completion_ids, (id, i) => {
-    const isSampled = body.completion_mask[i] === 1;
-    const logprob = isSampled ? body.logprobs[i] : NaN;
-    const learner = isSampled && body.learner_logprobs ? body.learner_logprobs[i] : NaN;
-    return token(id, numPrompt + i, {
-      mask: body.completion_mask[i], isSampled, logprob, learner, gap: learner - logprob, advantage: row.advantage,
-    });
+    const mask = body.completion_mask[i];
+    const figures = mask === 1 ? [body.logprobs[i], body.learner_logprobs?.[i] ?? NaN] : [NaN, NaN];
+    return token(id, numPrompt + i, mask, ...figures);
   });
   return [...prompt, ...completion];
 }
@@ -130,13 +132,14 @@ function segmentElement(segment) {
   return el("section", { class: `segment ${segment.mask === 1 ? "is-sampled" : ""}` }, el("h3", {}, segmentTitle(segment)), elements);
 }
 
-function tokenElement(token) {
-  const element = document.createElement("span");
-  element.className = "token";
-  element.tabIndex = -1;
-  element.dataset.position = token.position;
-  element.textContent = tokenText(token);
-  return element;
+function tokenElements(tokens) {
+  const texts = new Map(); // by id: a trajectory has far fewer ids than tokens
+  return tokens.map((token) => {
+    if (!texts.has(token.id)) texts.set(token.id, tokenText(token));
+    const element = document.createElement("span");
+    element.textContent = texts.get(token.id);
+    return element;
+  });
 }
 
 /** As it is shown: a line end is marked and also ends the line. */
@@ -188,8 +191,8 @@ function tokenHint() {
 }
 
 function showToken(element) {
-  if (!element.dataset?.position) return;
-  const token = tokenState.tokens[element.dataset.position];
+  if (!tokenState.positions.has(element)) return;
+  const token = tokenState.tokens[tokenState.positions.get(element)];
   for (const other of document.querySelectorAll(".token.is-shown")) other.classList.remove("is-shown");
   element.classList.add("is-shown");
   byId("token-details").replaceChildren(
@@ -218,8 +221,8 @@ function tokenFacts(token) {
 }
 
 function tokenKey(event) {
-  const from = Number(event.target.dataset?.position);
-  if (Number.isNaN(from) || event.ctrlKey || event.metaKey || event.altKey) return;
+  const from = tokenState.positions.get(event.target);
+  if (from === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
   const last = tokenState.tokens.length - 1;
   const targets = {
     ArrowLeft: () => from - 1, ArrowRight: () => from + 1, Home: () => 0, End: () => last,
@@ -227,10 +230,15 @@ function tokenKey(event) {
   };
   if (!Object.hasOwn(targets, event.key)) return;
   event.preventDefault();
-  const to = tokenState.elements[Math.min(Math.max(targets[event.key](), 0), last)];
-  event.target.tabIndex = -1;
-  to.tabIndex = 0;
-  to.focus();
+  focusToken(tokenState.elements[Math.min(Math.max(targets[event.key](), 0), last)]);
+}
+
+/** Tab comes back to where one was. */
+function focusToken(element) {
+  tokenState.entry.removeAttribute("tabindex");
+  element.tabIndex = 0;
+  element.focus();
+  tokenState.entry = element;
 }
 
 /** The token above or below: the first on the next line that reaches this one's column. */
