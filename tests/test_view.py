@@ -1,4 +1,4 @@
-"""The viewer's page in a real browser: what it shows is what the file says, and nothing of it runs."""
+"""The viewer's page in a real browser: it shows what the file says, and nothing of that runs."""
 
 import itertools
 import math
@@ -207,8 +207,9 @@ def test_a_token_shows_its_details_under_the_pointer(tab, real):
 
 def counts(tab):
     tab.page.wait_for_timeout(250)  # the search waits for the end of typing
-    tab.settle()
-    return int(tab.page.inner_text("#counts").split()[0])
+    while "earching" in (text := tab.page.inner_text("#counts")):
+        tab.settle()
+    return int(text.split()[0].replace(",", ""))
 
 
 FILTERS = {
@@ -277,7 +278,7 @@ def shown_pairs(tab):
 
 def test_calls_stand_beside_their_results(tab, real):
     address, records = real
-    line = pick(records, lambda line: len(line["tool_results"]) > 1)
+    line = pick(records, lambda line: len(line["tool_results"]) > 0)
     tab.open(address, view="chat", id=line["id"])
     results = [message["content"] for message in line["messages"] if message["role"] == "tool"]
     statuses = [result["status"] for result in line["tool_results"]]
@@ -413,7 +414,8 @@ def test_the_focus_is_seen_wherever_tab_leads(tab, real, view):
 
 SURFACES = ("bg", "surface", "raised")
 SOFT = [(name, f"{name}-soft") for name in ("ok", "failed", "invalid", "accent")]
-LEVEL_COLOURS = ["sampled", "l1", "l2", "l3", "l4", "g1", "g2", "g3", "g4", "a1", "a2", "b1", "b2", "accent-soft"]
+LEVEL_COLOURS = ["sampled", "accent-soft", *(f"{name}{i}" for name in "lg" for i in range(1, 5))]
+LEVEL_COLOURS += ["a1", "a2", "b1", "b2"]
 TEXT_PAIRS = [
     *itertools.product(("text", "muted"), SURFACES),
     *itertools.product(("accent", "ok", "failed", "invalid"), ("surface", "bg")),
@@ -483,14 +485,18 @@ def test_what_a_record_says_never_runs(tab, hostile, view, width):
     assert not set("\u202e\u2066\u2028\u0000\u001b") & set(tab.page.locator("#panel").inner_text())
 
 
+def named(*names):
+    """Unseen characters as the tokens show them."""
+    return [f"\u2039{name}\u203a" for name in names]
+
+
 def test_unseen_characters_are_named(tab, hostile):
     tab.open(hostile, view="tokens", id="%3Ci%3E")
     shown = tab.page.locator(".chunk .token").all_text_contents()
-    assert shown[1:5] == ["‹U+D83D›", "‹empty›", "↵\n⇥·", "‹RLO›"]
+    surrogate, empty, override = named("U+D83D", "empty", "RLO")
+    assert shown[1:5] == [surrogate, empty, "↵\n⇥·", override]
     assert shown[6] == "#7"  # the record has no text for it
-    assert {"‹RLO›", "‹LRI›", "‹LS›", "‹NUL›", "‹ESC›"} <= {
-        f"‹{name.split('›')[0]}›" for name in shown[0].split("‹")
-    }
+    assert [name for name in named("RLO", "LRI", "LS", "NUL", "ESC") if name not in shown[0]] == []
 
 
 def test_the_policy_lets_nothing_else_run(tab, hostile):

@@ -120,7 +120,7 @@ function groupOf(row) {
 function batchName(row) {
   const parts = [row.step === null ? "No step" : `Step ${row.step}`, row.mode];
   if (row.batch > 0) parts.push(`batch ${row.batch + 1}`);
-  return parts.filter((part) => part !== null).join(", ");
+  return readableLine(parts.filter((part) => part !== null).join(", "));
 }
 
 /** Where a trajectory stands in its batch: "group 3, sample 2". */

@@ -88,7 +88,7 @@ function counted(number, noun, plural = `${noun}s`) {
 }
 
 /** snake_case from a record, as words. */
-const words = (name) => name.replaceAll("_", " ");
+const words = (name) => readableLine(name).replaceAll("_", " ");
 
 function mean(values) {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
