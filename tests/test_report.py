@@ -69,12 +69,6 @@ def test_an_amendment_joins_its_trajectory(path):
     ]
 
 
-def test_a_second_batch_of_a_step_begins_where_a_sample_comes_again(path):
-    samples = [(0, 0), (0, 1), (0, 0), (0, 1)]
-    lines = [record(f"t{i}", group=g, generation=n) for i, (g, n) in enumerate(samples)]
-    assert [row["batch"] for row in read_report(write(path, lines), 9).rows] == [0, 0, 1, 1]
-
-
 def test_the_newest_are_kept_and_the_figures_are_over_all(path):
     lines = [record(f"t{i}", step=i // 2, rewards={"a": i, "b": None}) for i in range(6)]
     report = read_report(write(path, lines), limit=2)
@@ -101,6 +95,13 @@ def test_lines_that_are_not_whole_are_left_out_with_a_note(path):
     report = read_report(write(path, [whole, whole[:40], "\0" * 9, other, other[:-9]]), limit=9)
     assert ids(report) == ["t0", "t1"]
     assert [note.split(" is not")[0] for note in report.notes] == ["Line 2", "Line 3", "Line 5"]
+
+
+def test_what_comes_before_a_line_of_another_schema_is_shown(path):
+    report = read_report(write(path, [record("t0"), record("t1", schema=3)]), limit=9)
+    assert ids(report) == ["t0"]
+    (note,) = report.notes
+    assert note.startswith(f"Read up to here: {path}:2 has schema 3, this version reads 2.")
 
 
 @pytest.mark.parametrize(

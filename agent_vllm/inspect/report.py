@@ -68,26 +68,22 @@ def read_report(path: Path, limit: int) -> Report:
     report = Report(name=path.name)
     kept: deque[_Entry] = deque(maxlen=limit)
     by_id: dict[str, _Entry] = {}
-    batches, steps = _Batches(), _Steps()
-    for record in read_rollouts(path, report.notes):
-        if "amends" in record:
-            _amend(by_id.get(record["amends"]), record, report.notes)
-            continue
-        problem = _problem_with(record, by_id)
-        if problem is not None:
-            report.notes.append(problem)
-            continue
-        try:
-            entry = _Entry(record, batch=batches.number_of(record))
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            report.notes.append(f"Trajectory {record['id']} is left out: {error!r}.")
-            continue
-        steps.add(entry.row)
-        report.num_trajectories += 1
-        if len(kept) == limit:
-            del by_id[kept[0].row["id"]]
-        kept.append(entry)
-        by_id[entry.row["id"]] = entry
+    steps = _Steps()
+    try:
+        for record in read_rollouts(path, report.notes):
+            if "amends" in record:
+                _amend(by_id.get(record["amends"]), record, report.notes)
+            elif (entry := _entry(record, by_id, report.notes)) is not None:
+                steps.add(entry.row)
+                report.num_trajectories += 1
+                if len(kept) == limit:
+                    del by_id[kept[0].row["id"]]
+                kept.append(entry)
+                by_id[entry.row["id"]] = entry
+    except ValueError as error:
+        if not kept:
+            raise
+        report.notes.append(f"Read up to here: {error}")
     report.rows = [entry.row for entry in kept]
     report.bodies = {entry.row["id"]: to_json(entry.body) for entry in kept}
     report.steps = steps.figures()
@@ -136,12 +132,24 @@ def to_json(value: Any) -> str:
 class _Entry:
     """A trajectory's row and body; the learner's logprobs may come later."""
 
-    def __init__(self, record: Record, batch: int) -> None:
-        self.row = _row(record, batch)
+    def __init__(self, record: Record) -> None:
+        self.row = _row(record)
         self.body = _body(record)
 
     def amend(self, learner_logprobs: Sequence[float | None]) -> None:
         self.body["learner_logprobs"] = _floats(learner_logprobs)
+
+
+def _entry(record: Record, known: Mapping[str, object], notes: list[str]) -> _Entry | None:
+    """None, and a note, where the record does not hold together."""
+    problem = _problem_with(record, known)
+    if problem is None:
+        try:
+            return _Entry(record)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            problem = f"Trajectory {record['id']} is left out: {error!r}."
+    notes.append(problem)
+    return None
 
 
 def _problem_with(record: Record, known: Mapping[str, object]) -> str | None:
@@ -171,7 +179,7 @@ def _amend(entry: _Entry | None, record: Record, notes: list[str]) -> None:
     entry.amend(learner_logprobs)
 
 
-def _row(record: Record, batch: int) -> dict[str, Any]:
+def _row(record: Record) -> dict[str, Any]:
     """What the list, the timeline and the charts need."""
     prompt, completion = _split(record)
     statuses = Counter(result.get("status") for result in record.get("tool_results") or [])
@@ -184,7 +192,8 @@ def _row(record: Record, batch: int) -> dict[str, Any]:
         "step": _number(record.get("step")),
         "mode": record.get("mode"),
         "rank": _number(record.get("rank")),
-        "batch": batch,
+        "session": _number(record.get("session")) or 1,
+        "rollout": _number(record.get("rollout")) or 0,
         "group": _number(record.get("group")),
         "generation": _number(record.get("generation")),
         "seed": _text(record.get("seed")),
@@ -298,21 +307,6 @@ def _floats(values: Iterable[float | None]) -> str:
 
 
 # ---- what several trajectories share ----
-
-
-class _Batches:
-    """Numbers the batches of a step: one begins when a sample of the last one comes again."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Any, ...], Counter] = defaultdict(Counter)
-
-    def number_of(self, record: Record) -> int:
-        key = tuple(record.get(name) for name in ("step", "mode", "rank"))
-        sample = (record.get("group"), record.get("generation"))
-        if sample == (None, None):
-            return 0
-        self._seen[key][sample] += 1
-        return self._seen[key][sample] - 1
 
 
 class _Steps:

@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        port = self.server.server_address[1]
+        port = self.connection.getsockname()[1]
         names = [f"{name}:{port}" for name in (_HOST, "localhost")]
         if self.headers.get("Host") not in names:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"Ask for 127.0.0.1.")

@@ -103,9 +103,9 @@ function searchText(raw) {
 
 // ---- what belongs together ----
 
-const sameBatch = (a, b) => a.step === b.step && a.mode === b.mode && a.batch === b.batch;
-const sameGroup = (a, b) =>
-  sameBatch(a, b) && a.rank === b.rank && a.group === b.group && a.group !== null;
+const BATCH_KEY = ["session", "mode", "step", "rollout"]; // of all ranks
+const sameBatch = (a, b) => BATCH_KEY.every((name) => a[name] === b[name]);
+const sameGroup = (a, b) => sameBatch(a, b) && a.group === b.group && a.group !== null;
 
 function batchOf(row) {
   return report.rows.filter((other) => sameBatch(row, other));
@@ -119,7 +119,8 @@ function groupOf(row) {
 
 function batchName(row) {
   const parts = [row.step === null ? "No step" : `Step ${row.step}`, row.mode];
-  if (row.batch > 0) parts.push(`batch ${row.batch + 1}`);
+  if (row.rollout > 0) parts.push(`rollout ${row.rollout}`);
+  if (row.session > 1) parts.push(`session ${row.session}`);
   return readableLine(parts.filter((part) => part !== null).join(", "));
 }
 

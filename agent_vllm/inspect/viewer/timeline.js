@@ -32,8 +32,15 @@ function criticalText(rows, last) {
     `${seconds(total(last, "model"))} in the model, ${seconds(total(last, "tool"))} in tools.${lead}`;
 }
 
+/** Seconds in spans of a kind; calls side by side count once. */
 function total(row, kind) {
-  return row.spans.filter((span) => span[0] === kind).reduce((sum, [, , start, end]) => sum + end - start, 0);
+  let sum = 0;
+  let covered = 0;
+  for (const [, , start, end] of row.spans.filter((span) => span[0] === kind).sort((a, b) => a[2] - b[2])) {
+    sum += Math.max(0, end - Math.max(start, covered));
+    covered = Math.max(covered, end);
+  }
+  return sum;
 }
 
 function timelineTools(row, onOpen) {
