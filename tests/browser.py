@@ -66,6 +66,7 @@ def browser():
     """Makes tabs; options are those of playwright's `new_page`."""
     from playwright.sync_api import sync_playwright
 
+    assert CHROMIUM is not None, "Chromium is missing. Install it: apt-get install chromium"
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM)
         yield lambda **options: Tab(chromium.new_page(**options))

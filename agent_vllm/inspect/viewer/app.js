@@ -153,7 +153,7 @@ async function poll() {
     byId("problem").hidden = true;
     if (index !== null) {
       await showIndex(index);
-      showSelected(state.id);
+      if (list.selectedId !== state.id) showSelected(state.id);
       if (state.view === "run" || byId("panel").childElementCount <= 1) await draw();
     }
   } catch (error) {

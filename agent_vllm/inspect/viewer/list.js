@@ -41,12 +41,12 @@ function startList(onSelect) {
   new ResizeObserver(renderRows).observe(byId("list"));
 }
 
-/** New data: the choices follow it, the filters stay. */
+/** New data: the choices follow it, the filters and the place stay. */
 function refreshList() {
   const { mode, stop_reason } = byId("filters").elements;
   setOptions(mode, ["any", ...distinct("mode")]);
   setOptions(stop_reason, ["any", ...distinct("stop_reason")]);
-  return search(0);
+  return search(0, byId("list").scrollTop);
 }
 
 function distinct(name) {
@@ -61,7 +61,7 @@ function setOptions(select, names) {
 
 // ---- filters ----
 
-async function search(delayMs) {
+async function search(delayMs, scrollTop = 0) {
   const number = ++list.searchNumber;
   const isStale = () => number !== list.searchNumber;
   const text = byId("search").value;
@@ -73,10 +73,10 @@ async function search(delayMs) {
   const found = text === "" ? null : await searchMessages(text, isStale, progress);
   if (isStale()) return;
   list.found = found;
-  applyFilters();
+  applyFilters(scrollTop);
 }
 
-function applyFilters() {
+function applyFilters(scrollTop = 0) {
   const values = Object.fromEntries(new FormData(byId("filters")));
   const passes = (row) =>
     (list.found === null || list.found.has(row.id)) &&
@@ -91,8 +91,8 @@ function applyFilters() {
   const isAll = list.shown.length === report.rows.length;
   byId("counts").textContent = isAll ? total : `${grouped.format(list.shown.length)} of ${total}`;
   showNumFilters(values);
-  byId("list").scrollTop = 0;
   renderRows();
+  byId("list").scrollTop = scrollTop;
 }
 
 function inRange(value, from, to) {

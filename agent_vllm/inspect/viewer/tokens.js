@@ -36,10 +36,10 @@ const COLOURINGS = {
   },
   advantage: {
     title: "Advantage",
-    about: "What each sampled token is pushed by: towards more likely, or less.",
+    about: "Positive: the update makes the sampled tokens more likely. Negative: less.",
     levels: [
-      ...[["a2", "+ 1 or more", (a) => a >= 1], ["a1", "+ below 1", (a) => a > 0], ["a0", "0: no push", (a) => a === 0],
-        ["b1", "− above −1", (a) => a > -1], ["b2", "− −1 or less", (a) => a <= -1]].map(([name, label, fits]) => ({
+      ...[["a2", "+1 or more", (a) => a >= 1], ["a1", "0 to +1", (a) => a > 0], ["a0", "0: no push", (a) => a === 0],
+        ["b1", "−1 to 0", (a) => a > -1], ["b2", "−1 or less", (a) => a <= -1]].map(([name, label, fits]) => ({
         name, label, fits: (token) => token.isSampled && token.advantage !== null && fits(token.advantage),
       })),
       { ...UNKNOWN_LEVEL, label: "not sampled, or no advantage" },
@@ -69,7 +69,8 @@ function tokensView(row, body, colouring) {
   const view = el(
     "div", { class: "tokens-view" },
     el("div", { class: "tokens-head" }, colouringButtons(), el("div", { id: "legend" })),
-    el("div", { class: "tokens-body" }, area, panel),
+    area,
+    panel,
   );
   panel.append(...tokenHint());
   tokenState.entry = tokenState.elements[0] ?? null;
