@@ -1,0 +1,267 @@
+"""From a record to what the viewer shows; what is said of bad input; the server of a live run."""
+
+import base64
+import contextlib
+import json
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from array import array
+
+import pytest
+from browser import browser, needs_chromium
+from records import hostile_record, record, write
+
+from agent_vllm.cli import main
+from agent_vllm.inspect.report import read_report, to_json
+from agent_vllm.inspect.serve import LiveReport, make_server
+from agent_vllm.inspect.view import page, write_report
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rollouts.jsonl"
+
+
+def ids(report):
+    return [row["id"] for row in report.rows]
+
+
+def column(typecode, text):
+    return list(array(typecode, base64.b64decode(text)))
+
+
+# ---- what is in a report ----
+
+
+def test_a_body_has_the_records_columns(path):
+    learner = [-0.5, None, 0.0, -1.75, -0.125]
+    report = read_report(write(path, [record(learner_logprobs=learner)]), limit=9)
+    body = json.loads(report.bodies["t0"])
+    assert column("I", body["prompt_ids"]) == [1, 2]
+    assert column("I", body["completion_ids"]) == [3, 4, 5, 6, 7]
+    assert column("B", body["completion_mask"]) == [1, 1, 0, 1, 1]
+    assert column("f", body["logprobs"]) == [-0.5, -0.25, 0.0, -2.0, -0.125]
+    shown = column("f", body["learner_logprobs"])
+    assert shown[:1] + shown[2:] == learner[:1] + learner[2:]
+    assert shown[1] != shown[1]  # not a number
+
+
+def test_only_the_required_fields(path):
+    required = ("schema", "id", "messages", "prompt_ids", "stop_reason")
+    columns = ("completion_ids", "completion_mask", "logprobs")
+    line = {name: record()[name] for name in required + columns}
+    (row,) = read_report(write(path, [line]), limit=9).rows
+    assert (row["id"], row["step"], row["reward"], row["num_turns"]) == ("t0", None, None, 2)
+
+
+def test_an_amendment_joins_its_trajectory(path):
+    learner = [-0.25] * 5
+    amendment = {"schema": 2, "amends": "t0", "learner_logprobs": learner}
+    lost = {"schema": 2, "amends": "gone", "learner_logprobs": learner}
+    short = {"schema": 2, "amends": "t0", "learner_logprobs": [0.0]}
+    report = read_report(write(path, [record(), amendment, lost, short]), limit=9)
+    assert column("f", json.loads(report.bodies["t0"])["learner_logprobs"]) == learner
+    assert report.notes == [
+        "The learner's logprobs of trajectory t0 are left out: 1 for 5 tokens.",
+    ]
+
+
+def test_the_newest_are_kept_and_the_figures_are_over_all(path):
+    lines = [record(f"t{i}", step=i // 2, rewards={"a": i, "b": None}) for i in range(6)]
+    report = read_report(write(path, lines), limit=2)
+    assert ids(report) == list(report.bodies) == ["t4", "t5"]
+    assert [step["rewards"]["a"]["mean"] for step in report.steps] == [0.5, 2.5, 4.5]
+    assert [step["num"] for step in report.steps] == [2, 2, 2]
+    assert report.notes[-1].startswith("The newest 2 of 6 trajectories are here")
+
+
+def test_data_can_not_leave_its_script_element(path):
+    report = read_report(write(path, [hostile_record("t0")]), limit=9)
+    for text in (*report.bodies.values(), to_json(report.index)):
+        assert "<" not in text
+        assert text.isascii()
+        json.loads(text)
+
+
+# ---- bad input ----
+
+
+def test_lines_that_are_not_whole_are_left_out_with_a_note(path):
+    whole = json.dumps(record("t0"))
+    other = json.dumps(record("t1"))
+    report = read_report(write(path, [whole, whole[:40], "\0" * 9, other, other[:-9]]), limit=9)
+    assert ids(report) == ["t0", "t1"]
+    assert [note.split(" is not")[0] for note in report.notes] == ["Line 2", "Line 3", "Line 5"]
+
+
+def test_what_comes_before_a_line_of_another_schema_is_shown(path):
+    report = read_report(write(path, [record("t0"), record("t1", schema=3)]), limit=9)
+    assert ids(report) == ["t0"]
+    (note,) = report.notes
+    assert note.startswith(f"Read up to here: {path}:2 has schema 3, this version reads 2.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"messages": None}, "A trajectory without messages is left out."),
+        ({"completion_mask": [1]}, "Trajectory t1 is left out: its columns differ in length"),
+        ({"learner_logprobs": [0.0]}, "Trajectory t1 is left out: its columns differ in length"),
+        ({"prompt_ids": ["a"]}, "Trajectory t1 is left out: TypeError"),
+        ({"prompt_ids": [-1]}, "Trajectory t1 is left out: OverflowError"),
+        ({"messages": [3]}, "Trajectory t1 is left out: AttributeError"),
+        ({"id": "t0"}, "A second trajectory t0 is left out."),
+    ],
+)
+def test_a_trajectory_that_does_not_hold_together_is_left_out(path, changes, note):
+    report = read_report(write(path, [record("t0"), record("t1", **changes)]), limit=9)
+    assert ids(report) == ["t0"]
+    (said,) = report.notes
+    assert said.startswith(note)
+
+
+def test_notes_do_not_pile_up(path):
+    report = read_report(write(path, [record(), *["{"] * 50]), limit=9)
+    assert len(report.notes) == 21
+    assert report.notes[-1] == "And 30 more notes like these."
+
+
+def view(*arguments):
+    return main(["view", *map(str, arguments)])
+
+
+def test_the_command_writes_one_file_beside_the_record(path, capsys):
+    write(path, [record()])
+    assert view(path) == 0
+    output = path.with_suffix(".html")
+    assert capsys.readouterr().out == f"{output}: 1 of 1 trajectories\n"
+    html = output.read_text()
+    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", html) == ["data:,", "#main"]
+    assert "{{" not in html.split("</script>")[0].replace("{{style}}", "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([], "holds no trajectory"),
+        (["[1, 2]"], ":1 is no recorded rollout: it names no schema."),
+        (["\x89PNG"], "is no record of rollouts: Expecting value"),
+        (['{"loss": 0.5}'], ":1 is no recorded rollout: it names no schema."),
+        ([record(schema=1)], ":1 has schema 1, this version reads 2."),
+        ([json.dumps(record())[:99]], "holds no trajectory"),
+    ],
+)
+def test_a_file_that_is_no_record_is_an_error(path, capsys, lines, error):
+    write(path, lines)
+    assert view(path) == 1
+    assert error in capsys.readouterr().err
+    assert not path.with_suffix(".html").exists()
+
+
+def test_files_that_can_not_be_read_or_written_are_errors(path, capsys):
+    assert view(path) == 1
+    write(path, [record()])
+    assert view(path, "-o", path.parent / "none" / "r.html") == 1
+    assert view(path, "-o", path) == 1
+    assert view(path, "--limit", 0) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.startswith("agent-vllm view: ") for error in errors] == [True] * 4
+    assert "No such file" in errors[0] and str(path) in errors[0]
+    assert "none" in errors[1]
+    assert "must be another file than the record" in errors[2]
+    assert "--limit must be 1 or more, got 0" in errors[3]
+    assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_access(path, capsys):
+    write(path, [record()])
+    path.parent.chmod(0o500)
+    assert view(path) == 1
+    path.parent.chmod(0o700)
+    assert "Permission denied" in capsys.readouterr().err
+
+
+# ---- a live run ----
+
+
+@contextlib.contextmanager
+def serving(path):
+    server = make_server(LiveReport(path, limit=9), page(live=True), port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        return answer.status, answer.read().decode()
+
+
+def test_the_server_answers_with_what_is_new(path):
+    write(path, [record("a b&c")])
+    with serving(path) as address:
+        index = json.loads(get(f"{address}/index")[1])
+        assert [row["id"] for row in index["rows"]] == ["a b&c"]
+        assert get(f"{address}/index?version={index['version']}") == (204, "")
+        body = json.loads(get(f"{address}/body?id=a%20b%26c")[1])
+        assert column("I", body["completion_ids"]) == [3, 4, 5, 6, 7]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(f"{address}/body?id=none")
+
+
+def test_another_sites_name_is_refused(path):
+    write(path, [record()])
+    with serving(path) as address, pytest.raises(urllib.error.HTTPError, match="403"):
+        get(f"{address}/index", Host="evil.example")
+
+
+def test_a_record_that_went_bad_is_said(path):
+    write(path, [record()])
+    with serving(path) as address:
+        get(f"{address}/index")
+        write(path, [record(schema=7)])
+        with pytest.raises(urllib.error.HTTPError, match="409") as caught:
+            while True:  # the server takes its time between two readings
+                get(f"{address}/index?version=1")
+        assert "has schema 7" in caught.value.read().decode()
+
+
+@needs_chromium
+def test_the_page_follows_a_growing_file(path):
+    with browser() as new_tab, serving(path) as address:
+        tab = new_tab()
+        tab.open(f"{address}/")
+        assert "No trajectories yet" in tab.page.inner_text("#panel")
+        write(path, [record("t0")])
+        tab.wait_for("[role=option]")
+        tab.press("c")
+        tab.wait_for(".message")
+        with path.open("a") as file:
+            file.write(json.dumps(record("t1", generation=1)) + "\n")
+        tab.wait_for("[role=option]:nth-child(2)")
+        assert tab.texts("[role=option] .row-place") == [
+            "Step 0, train · group 0, sample 1",
+            "Step 0, train · group 0, sample 0",
+        ]
+        tab.press("j")  # from the one that was open
+        tab.settle()
+        assert "sample 0" in tab.page.inner_text(".trajectory h2")
+        assert tab.problems == []
+        assert {url.split("/")[2] for url in tab.requests if "http" in url} == {address[7:]}
+
+
+def test_a_report_is_written_in_the_records_order(path):
+    lines = [record(f"t{i}") for i in range(3)]
+    output = path.with_suffix(".html")
+    write_report(write(path, lines), output)
+    assert re.findall(r'id="(index|body-\d+)"', output.read_text()) == [
+        "index",
+        "body-0",
+        "body-1",
+        "body-2",
+    ]

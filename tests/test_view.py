@@ -1,0 +1,570 @@
+"""The viewer's page in a real browser: it shows what the file says, and nothing of that runs."""
+
+import itertools
+import math
+import statistics
+import time
+
+import pytest
+from browser import browser, contrast, needs_chromium
+from records import (
+    EVIL,
+    NUM_GROUPS,
+    NUM_SAMPLES,
+    call,
+    hostile_record,
+    long_records,
+    read,
+    real_records,
+    record,
+    write,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_vllm.inspect.report import read_report
+from agent_vllm.inspect.view import write_report
+
+pytestmark = needs_chromium
+
+NUM_LONG, NUM_LONG_TOKENS = 1000, 4000
+VIEWS = ("run", "chat", "tokens", "group", "timeline")
+
+
+@pytest.fixture(scope="module")
+def new_tab():
+    with browser() as new_tab:
+        yield new_tab
+
+
+@pytest.fixture
+def tab(new_tab):
+    """A tab on which nothing may go wrong, and which may ask nobody for anything."""
+    tab = new_tab(viewport={"width": 1280, "height": 800})
+    yield tab
+    tab.page.close()
+    assert tab.problems == []
+    assert [url for url in tab.requests if not url.startswith(("file:", "about:", "data:"))] == []
+
+
+def report_of(path):
+    output = path.with_suffix(".html")
+    write_report(path, output)
+    return output.as_uri()
+
+
+@pytest.fixture(scope="module")
+def real(agent_path, tmp_path_factory):
+    """A report of real rollouts: its address and its records."""
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(agent_path)
+    path = tmp_path_factory.mktemp("real") / "rollouts.jsonl"
+    write(path, real_records(model, tokenizer))
+    return report_of(path), read(path)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "<b>name<b>\u202e.jsonl"
+    return report_of(write(path, [record("t0"), hostile_record(EVIL), hostile_record("<i>")]))
+
+
+# ---- tokens: what is shown is what the file says ----
+
+
+def shown_tokens(tab):
+    """The details of every token, read one by one with the keyboard."""
+    tab.page.locator(".tokens [tabindex='0']").focus()
+    shown = []
+    for _ in range(tab.page.locator(".chunk .token").count()):
+        names, values = tab.texts("#token-details dt"), tab.texts("#token-details dd")
+        shown.append(dict(zip(names, values, strict=True)))
+        tab.press("ArrowRight")
+    return shown
+
+
+def expected_tokens(line):
+    """The same from the file."""
+    ids = line["prompt_ids"] + line["completion_ids"]
+    num_prompt = len(line["prompt_ids"])
+    for i, token in enumerate(ids):
+        column = i - num_prompt
+        mask = None if column < 0 else line["completion_mask"][column]
+        sampled = {}
+        if mask:
+            engine, learner = line["logprobs"][column], line["learner_logprobs"][column]
+            sampled = {"logprob": engine, "learner's logprob": learner}
+        yield {"id": token, "position": i + 1, "mask": mask} | sampled
+
+
+def as_expected(shown):
+    """Shown details in the file's terms; numbers have six digits."""
+    masks = {"prompt": None, "1, sampled": 1, "0, written": 0}
+    token = {
+        "id": int(shown["id"]),
+        "position": int(shown["position"].split(" of ")[0]),
+        "mask": masks[shown["mask"]],
+    }
+    for name in ("logprob", "learner's logprob"):
+        if name in shown:
+            token[name] = pytest.approx(float(shown[name].replace("\u2212", "-")), rel=1e-5)
+    return token
+
+
+def pick(records, wanted):
+    return next(line for line in records.values() if wanted(line))
+
+
+def calls_a_tool(line):
+    return len(line["turn_outputs"]) > 1 and len(line["completion_ids"]) < 60
+
+
+def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
+    address, records = real
+    line = pick(records, calls_a_tool)
+    tab.open(address, view="tokens", id=line["id"])
+    shown = [as_expected(token) for token in shown_tokens(tab)]
+    assert shown == list(expected_tokens(line))
+    texts = [line["token_texts"][str(t)] for t in line["prompt_ids"] + line["completion_ids"]]
+    assert tab.page.locator(".tokens .chunk").all_text_contents() != []
+    joined = "".join(tab.page.locator(".chunk .token").all_text_contents())
+    marks = str.maketrans({" ": "·", "\n": "↵"})
+    assert joined.replace("\n", "") == "".join(texts).translate(marks)
+
+
+def test_the_comparison_notices_a_wrong_mask_and_a_wrong_number(tab, real, tmp_path):
+    line = pick(real[1], calls_a_tool)
+    mask = [1 - bit for bit in line["completion_mask"][:1]] + line["completion_mask"][1:]
+    other = {**line, "completion_mask": mask, "logprobs": [x - 1e-3 for x in line["logprobs"]]}
+    tab.open(report_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
+    pairs = list(zip(map(as_expected, shown_tokens(tab)), expected_tokens(line), strict=True))
+    differ = {shown["position"] for shown, expected in pairs if shown != expected}
+    first = len(line["prompt_ids"]) + 1
+    sampled = [i for i, bit in enumerate(line["completion_mask"]) if bit]
+    assert differ == {first + i for i in sampled}
+
+
+LEVELS = {
+    "1": lambda token: (
+        "none" if token["mask"] is None else ["observed", "sampled"][token["mask"]]
+    ),
+    "2": lambda token: (
+        f"l{[p <= math.exp(token['logprob']) for p in (0.9, 0.5, 0.2, 0.05, 0)].index(True)}"
+    ),
+    "3": lambda token: (
+        f"g{[abs(token['gap']) <= most for most in (0.001, 0.01, 0.1, 0.5, 99)].index(True)}"
+    ),
+    "4": lambda token: (
+        "a2" if token["advantage"] >= 1
+        else "a1" if token["advantage"] > 0
+        else "a0" if token["advantage"] == 0
+        else "b1" if token["advantage"] > -1
+        else "b2"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LEVELS)
+def test_every_token_has_the_level_of_its_figures(tab, tmp_path, key):
+    logprobs = [-0.01, -0.5, -1.2, -2.5, -5.0, -0.3]
+    gaps = [0.0005, -0.005, 0.05, -0.3, 0.7, 0.0]
+    lines = [
+        record(
+            f"t{i}",
+            completion_ids=list(range(6)),
+            completion_mask=[1] * 6,
+            logprobs=logprobs,
+            learner_logprobs=[x + gap for x, gap in zip(logprobs, gaps, strict=True)],
+            advantage=advantage,
+        )
+        for i, advantage in enumerate((1.5, 0.5, 0, -0.5, -1))
+    ]
+    address = report_of(write(tmp_path / "r.jsonl", lines))
+    for line in lines:
+        tab.open(address, id=line["id"], view="tokens")
+        tab.press(key)
+        classes = tab.page.evaluate(
+            "[...document.querySelectorAll('.chunk .token')].map(t => t.className)"
+        )
+        tokens = [
+            {"mask": 1, "logprob": x, "gap": gap, "advantage": line["advantage"]}
+            for x, gap in zip(logprobs, gaps, strict=True)
+        ]
+        expected = ["none", "none"] + [LEVELS[key](token) for token in tokens]
+        assert classes == [f"token level-{name}" for name in expected]
+        assert sum(map(int, tab.texts(".legend b"))) == len(expected)
+
+
+def test_a_token_shows_its_details_under_the_pointer(tab, real):
+    address, records = real
+    line = pick(records, calls_a_tool)
+    tab.open(address, view="tokens", id=line["id"])
+    tab.page.locator(".chunk .token").nth(3).hover()
+    assert tab.texts("#token-details dd")[0] == str(line["prompt_ids"][3])
+
+
+# ---- list ----
+
+
+def counts(tab):
+    tab.page.wait_for_timeout(250)  # the search waits for the end of typing
+    while "earching" in (text := tab.page.inner_text("#counts")):
+        tab.settle()
+    return int(text.split()[0].replace(",", ""))
+
+
+FILTERS = {
+    "mode": ("eval", lambda line: line["mode"] == "eval"),
+    "stop_reason": ("answered", lambda line: line["stop_reason"] == "answered"),
+    "calls": (
+        "some failed or invalid",
+        lambda line: any(result["status"] != "ok" for result in line["tool_results"]),
+    ),
+    "step_from": ("1", lambda line: line["step"] >= 1),
+    "turns_to": ("1", lambda line: len(line["turn_outputs"]) <= 1),
+    "reward_from": ("2", lambda line: sum(line["rewards"].values()) >= 2),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_keeps_what_the_file_says(tab, real, name):
+    address, records = real
+    value, passes = FILTERS[name]
+    tab.open(address)
+    tab.page.locator("#filters summary").click()
+    field = tab.page.locator(f"[name={name}]")
+    field.select_option(value) if name in ("mode", "stop_reason", "calls") else field.fill(value)
+    expected = sum(map(passes, records.values()))
+    assert 0 < expected < len(records)
+    assert counts(tab) == expected
+    tab.page.locator("[type=reset]").click()
+    assert counts(tab) == len(records)
+
+
+def test_search_finds_what_stands_in_any_message(tab, real):
+    address, records = real
+    text = next(iter(records.values()))["messages"][0]["content"][:12]
+    tab.open(address)
+    tab.press("/")
+    tab.page.keyboard.type(text.upper())
+    found = [line for line in records.values() if text in str(line["messages"])]
+    assert counts(tab) == len(found) < len(records)
+
+
+def test_the_list_is_in_order_of_reward(tab, real):
+    address, records = real
+    tab.open(address)
+    tab.page.locator("[name=order]").select_option("reward, highest first")
+    rewards = sorted((sum(line["rewards"].values()) for line in records.values()), reverse=True)
+    shown = [float(text.split()[0]) for text in tab.texts(".row-reward")]
+    assert shown == [pytest.approx(reward, rel=1e-2) for reward in rewards[: len(shown)]]
+
+
+# ---- chat, group, timeline, run ----
+
+
+def shown_pairs(tab):
+    """Each call beside its result: name, arguments, status, result."""
+    return [
+        tuple(" ".join(part.split()) for part in pair)
+        for pair in zip(
+            tab.texts(".call h5"),
+            tab.texts(".call > :last-child"),
+            tab.texts(".result h5"),
+            tab.texts(".result > :last-child"),
+            strict=True,
+        )
+    ]
+
+
+def test_calls_stand_beside_their_results(tab, real):
+    address, records = real
+    line = pick(records, lambda line: len(line["tool_results"]) > 0)
+    tab.open(address, view="chat", id=line["id"])
+    results = [message["content"] for message in line["messages"] if message["role"] == "tool"]
+    statuses = [result["status"] for result in line["tool_results"]]
+    shown = shown_pairs(tab)
+    assert [pair[3] for pair in shown] == results
+    assert [pair[2].split()[-1] for pair in shown] == statuses
+
+
+def test_a_result_whose_call_could_not_be_read_stands_alone(tab, tmp_path):
+    calls = [call("add", {"a": 1}), call("find", {"id": 2**70})]
+    results = [("unknown", "bad", "invalid"), ("add", "3", "ok"), ("find", "x", "failed")]
+    line = record(
+        messages=[
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "<call", "tool_calls": calls},
+            *({"role": "tool", "name": name, "content": text} for name, text, _ in results),
+        ],
+        tool_results=[dict(zip(("name", "content", "status"), r, strict=True)) for r in results],
+    )
+    tab.open(report_of(write(tmp_path / "r.jsonl", [line])), view="chat")
+    assert shown_pairs(tab) == [
+        ("call that could not be read", "See the text of the turn.", "result ▲ invalid", "bad"),
+        ("call add", '{ "a": 1 }', "result ✓ ok", "3"),
+        ("call find", '{ "id": 1180591620717411303424 }', "result ✕ failed", "x"),
+    ]
+
+
+def test_reasoning_and_system_prompt_are_folded(tab, tmp_path):
+    line = record()
+    line["messages"][0]["role"] = "system"
+    line["messages"][3]["reasoning_content"] = "Let me think."
+    tab.open(report_of(write(tmp_path / "r.jsonl", [line])), view="chat")
+    folded = tab.texts(".messages details:not([open]) > summary")
+    assert folded == ["System prompt", "Raw output", "Reasoning"]
+    tab.page.get_by_text("Reasoning", exact=True).click()
+    assert tab.page.get_by_text("Let me think.").is_visible()
+
+
+def test_a_group_shows_its_samples(tab, real):
+    address, records = real
+    tab.open(address, view="group", id="train-1-5")
+    group = [
+        line for line in records.values() if line["id"] in {f"train-1-{i}" for i in range(4, 8)}
+    ]
+    assert len(group) == NUM_SAMPLES
+    assert tab.texts(".sample .answer .text") == [
+        [m["content"] for m in line["messages"] if m["role"] == "assistant"][-1] or "(no answer)"
+        for line in group
+    ]
+    assert tab.texts(".sample[aria-current] h3 button") == ["Sample 1"]
+    rewards = [sum(line["rewards"].values()) for line in group]
+    shown = [float(text) for text in tab.texts(".sample .facts > div:first-child dd")]
+    assert shown == [pytest.approx(reward, rel=1e-3) for reward in rewards]
+
+
+def test_the_timeline_marks_what_bounds_the_batch(tab, real):
+    address, records = real
+    tab.open(address, view="timeline", id="train-0-0")
+    batch = {i: line for i, line in records.items() if i.startswith("train-0-")}
+    ends = {i: max(span["end_s"] for span in line["spans"]) for i, line in batch.items()}
+    assert tab.page.locator(".line").count() == NUM_GROUPS * NUM_SAMPLES
+    assert tab.page.locator(".bar").count() == sum(len(line["spans"]) for line in batch.values())
+    last = batch[max(ends, key=ends.get)]
+    (critical,) = tab.texts(".line.is-critical .line-name")
+    assert critical == f"◆ group {last['group']}, sample {last['generation']}"
+    assert "bounds the batch" in tab.page.locator(".line.is-critical").get_attribute("aria-label")
+
+
+def test_the_runs_table_has_the_files_figures(tab, real):
+    address, records = real
+    tab.open(address)
+    tab.page.get_by_text("The figures as a table").click()
+    rows = [text.split("\t") for text in tab.texts("tbody tr")]
+    keys = [("1", "eval"), ("0", "train"), ("1", "train")]
+    assert sorted(row[:2] for row in rows) == sorted(map(list, keys))
+    for step, mode, number, reward, *_ in rows:
+        rewards = [
+            sum(line["rewards"].values())
+            for line in records.values()
+            if (str(line["step"]), line["mode"]) == (step, mode)
+        ]
+        assert int(number) == len(rewards)
+        assert float(reward) == pytest.approx(statistics.fmean(rewards), rel=1e-3)
+
+
+# ---- keyboard ----
+
+
+def test_keys_do_what_the_help_says(tab, real):
+    tab.open(real[0])
+    selected = "[role=option][aria-selected=true]"
+    positions = []
+    for key in "jjk":
+        tab.press(key)
+        positions.append(tab.page.locator(selected).get_attribute("aria-posinset"))
+    assert positions == ["2", "3", "2"]
+    pressed = "[data-colouring][aria-pressed=true]"
+    shown = []
+    for key in ("r", "c", "1", "2", "3", "4", "g", "t"):
+        tab.press(key)
+        tab.settle()
+        (view,) = tab.texts("[role=tab][aria-selected=true]")
+        shown.append((view, *(text.split()[0] for text in tab.texts(pressed))))
+    assert shown == [
+        ("Run",), ("Chat",), ("Tokens", "Mask"), ("Tokens", "Logprob"), ("Tokens", "Gap"),
+        ("Tokens", "Advantage"), ("Group",), ("Timeline",),
+    ]  # fmt: skip
+    tab.press("/")
+    tab.page.keyboard.type("jkt?")
+    assert tab.page.locator("#search").input_value() == "jkt?"
+    tab.press("Escape", "?")
+    assert tab.page.locator("#help").is_visible()
+    tab.page.locator("#keys-on").uncheck()
+    tab.press("Escape", "r")
+    tab.settle()
+    assert tab.texts("[role=tab][aria-selected=true]") == ["Timeline"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_focus_is_seen_wherever_tab_leads(tab, real, view):
+    tab.open(real[0], view=view, id="train-0-0")
+    outlined = """() => {
+      const style = getComputedStyle(document.activeElement);
+      return [document.activeElement === document.body, style.outlineStyle, style.outlineWidth];
+    }"""
+    for _ in range(16):
+        tab.press("Tab")
+        is_body, style, width = tab.page.evaluate(outlined)
+        assert is_body or (style != "none" and float(width.removesuffix("px")) >= 1)
+
+
+# ---- themes ----
+
+SURFACES = ("bg", "surface", "raised")
+SOFT = [(name, f"{name}-soft") for name in ("ok", "failed", "invalid", "accent")]
+LEVEL_COLOURS = ["sampled", "accent-soft", *(f"{name}{i}" for name in "lg" for i in range(1, 5))]
+LEVEL_COLOURS += ["a1", "a2", "b1", "b2"]
+TEXT_PAIRS = [
+    *itertools.product(("text", "muted"), SURFACES),
+    *itertools.product(("accent", "ok", "failed", "invalid"), ("surface", "bg")),
+    *(("text", level) for level in LEVEL_COLOURS),
+    *SOFT,
+    ("muted", "accent-soft"),
+    ("on-accent", "accent"),
+]
+CONTROL_PAIRS = [("control", surface) for surface in ("bg", "surface")]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_palette_has_enough_contrast(tab, real, theme):
+    tab.open(real[0], theme=theme)
+    names = sorted({name for pair in TEXT_PAIRS + CONTROL_PAIRS for name in pair})
+    colours = tab.page.evaluate(
+        """(names) => Object.fromEntries(names.map((name) => {
+          const probe = document.body.appendChild(document.createElement("span"));
+          probe.style.color = `var(--${name})`;
+          return [name, getComputedStyle(probe).color];
+        }))""",
+        names,
+    )
+    ratios = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in TEXT_PAIRS}
+    assert {pair: ratio for pair, ratio in ratios.items() if ratio < 4.5} == {}
+    ratios = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in CONTROL_PAIRS}
+    assert {pair: ratio for pair, ratio in ratios.items() if ratio < 3} == {}
+
+
+def test_contrast_is_that_of_the_standard():
+    assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
+    assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.478, abs=1e-3)
+
+
+def test_the_switch_overrides_the_systems_theme(new_tab, real):
+    tab = new_tab(color_scheme="dark")
+    tab.open(real[0])
+    background = "getComputedStyle(document.body).backgroundColor"
+    seen = [tab.page.evaluate(background)]
+    for _ in range(3):
+        tab.page.locator("#theme").click()
+        seen.append(tab.page.evaluate(background))
+    dark, light = seen[0], seen[1]
+    assert seen == [dark, light, dark, dark]
+    assert dark != light
+    tab.page.close()
+
+
+# ---- hostile records ----
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_what_a_record_says_never_runs(tab, hostile, view, width):
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    tab.open(hostile, view=view, id="%3Ci%3E")
+    for summary in tab.page.locator("#panel summary").all():
+        summary.click()
+    tab.settle()
+    assert tab.page.evaluate(
+        "[window.ran, document.querySelectorAll('a:not(.skip), img').length]"
+    ) == [None, 0]
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.page.locator("#panel").is_visible()
+    text = tab.page.locator("body").text_content()
+    assert "<img src=x onerror='window.ran = 2'>" in text
+    assert not set("\u202e\u2066\u2028\u0000\u001b") & set(tab.page.locator("#panel").inner_text())
+
+
+def named(*names):
+    """Unseen characters as the tokens show them."""
+    return [f"\u2039{name}\u203a" for name in names]
+
+
+def test_unseen_characters_are_named(tab, hostile):
+    tab.open(hostile, view="tokens", id="%3Ci%3E")
+    shown = tab.page.locator(".chunk .token").all_text_contents()
+    surrogate, empty, override = named("U+D83D", "empty", "RLO")
+    assert shown[1:5] == [surrogate, empty, "↵\n⇥·", override]
+    assert shown[6] == "#7"  # the record has no text for it
+    assert [name for name in named("RLO", "LRI", "LS", "NUL", "ESC") if name not in shown[0]] == []
+
+
+def test_the_policy_lets_nothing_else_run(tab, hostile):
+    tab.open(hostile)
+    tab.page.evaluate(
+        """() => {
+          const script = document.createElement("script");
+          script.textContent = "window.ran = 4";
+          document.body.append(script);
+          document.body.insertAdjacentHTML("beforeend", "<p style='color: red'>x</p>");
+          fetch("https://example.org/").catch(() => { window.refused = true; });
+        }"""
+    )
+    tab.settle()
+    assert tab.page.evaluate("[window.ran, window.refused]") == [None, True]
+    assert len(tab.problems) >= 3
+    assert all("Content Security Policy" in problem for problem in tab.problems)
+    tab.problems.clear()
+
+
+# ---- many long ones ----
+
+
+def test_a_large_report_opens_and_scrolls(tab, tmp_path, capsys):
+    path = write(tmp_path / "r.jsonl", long_records(NUM_LONG, NUM_LONG_TOKENS))
+    address = report_of(path)
+    size = path.with_suffix(".html").stat().st_size
+    start_s = time.perf_counter()
+    tab.page.goto(address, wait_until="commit")
+    tab.wait_for(".row")
+    shown_s = time.perf_counter() - start_s
+    tab.page.wait_for_load_state("load")
+    loaded_s = time.perf_counter() - start_s
+    for key in ("c", "1", "2", "3", "4", "j", "j", "g", "t", "2"):
+        tab.press(key)
+        tab.settle()
+    for top in range(0, 20000, 500):
+        tab.page.evaluate(f"main.scrollTop = {top}; list.scrollTop = {4 * top}")
+        tab.page.wait_for_timeout(16)
+    assert tab.page.locator(".chunk .token").count() == NUM_LONG_TOKENS // 13 * 13
+    assert tab.page.locator(".row").count() < 40
+    tab.page.locator("#search").fill("question 77")
+    assert counts(tab) == 11
+    longest_ms = max((task[1] for task in tab.page.evaluate("longTasks")), default=0)
+    with capsys.disabled():
+        print(
+            f"\n{NUM_LONG} x {NUM_LONG_TOKENS}: {size / 1e6:.0f} MB, list after {shown_s:.2f} s, "
+            f"loaded after {loaded_s:.2f} s, longest task {longest_ms:.0f} ms"
+        )
+
+
+def test_long_tasks_are_noticed(tab, real):
+    tab.open(real[0])
+    tab.page.evaluate(
+        """() => new Promise((done) => setTimeout(() => {
+          const end = performance.now() + 300;
+          while (performance.now() < end);
+          done();
+        }))"""
+    )
+    tab.settle()
+    assert max(task[1] for task in tab.page.evaluate("longTasks")) >= 200
+
+
+def test_a_report_has_the_newest_and_says_so(tab, tmp_path):
+    path = write(tmp_path / "r.jsonl", [record(f"t{i}", generation=i) for i in range(5)])
+    write_report(path, tmp_path / "r.html", limit=2)
+    tab.open((tmp_path / "r.html").as_uri())
+    assert tab.texts("#notes li") == [read_report(path, 2).notes[0]]
+    assert "sample 4" in tab.texts(".row-place")[0]
+    assert len(tab.texts(".row-place")) == 2
