@@ -331,8 +331,12 @@ class ChatFormat:
             end=end,
             tools=[_PROBE_TOOL],
         )
+        drafted = dataclasses.replace(turn, text=f"<think>\n{turn.text}\n</think>\n\nNo.")
         parser = find_parser(
-            self.tokenizer, self.template.text, lambda parse: parse(turn).calls == [_PROBE_CALL]
+            self.tokenizer,
+            self.template.text,
+            reads=lambda parse: parse(turn).calls == [_PROBE_CALL],
+            is_better=lambda parse: not parse(drafted).calls,  # it knows what thinking is
         )
         if parser is None:
             raise ChatTemplateError(

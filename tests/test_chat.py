@@ -1,7 +1,7 @@
 """Conversations to ids: prompts, suffixes, templates that are refused."""
 
 import pytest
-from fakes import CHATML, END, byte_tokenizer, chatml_tokenizer, ids_of, trl_template, user
+from fakes import CHATML, END, byte_tokenizer, call, chatml_tokenizer, ids_of, trl_template, user
 from tokenizers.processors import TemplateProcessing
 
 from agent_vllm.chat import ChatFormat
@@ -279,3 +279,28 @@ def test_a29_no_half_character_is_left_behind():
     for max_tokens in range(30, 36):
         text, _, _ = chat.truncate("汉" * 100, max_tokens).partition("\n")
         assert text == "汉" * len(text), max_tokens
+
+
+# ---- what reads turns ----
+
+
+def test_a_response_template_that_knows_no_thinking_is_not_preferred():
+    """Its calls would run where they are only thought of; the next that reads them does better."""
+    tokenizer = chatml_tokenizer()
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": "<|im_end|>"},
+        },
+    }
+    chat = ChatFormat.from_tokenizer(tokenizer)
+    plain = ids_of(tokenizer, call("add", a=1))
+    thought = ids_of(tokenizer, "<think>" + call("add", a=1) + "</think>3")
+    assert [len(chat.parse([*ids, END]).calls) for ids in (plain, thought)] == [1, 0]

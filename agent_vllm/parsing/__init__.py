@@ -59,9 +59,19 @@ def find_parser(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str,
     reads: Callable[[ResponseParser], bool],
+    is_better: Callable[[ResponseParser], bool],
 ) -> ResponseParser | None:
-    """The first parser that `reads` a call as this chat template writes it; None if none does."""
-    return next(filter(reads, map(safely, _candidates(tokenizer, chat_template))), None)
+    """The first parser that `reads` a call as this chat template writes it, and `is_better`.
+
+    The first that reads one where none is better; None where none reads one.
+    """
+    reading = filter(reads, map(safely, _candidates(tokenizer, chat_template)))
+    found = []
+    for parser in reading:
+        if is_better(parser):
+            return parser
+        found.append(parser)
+    return found[0] if found else None
 
 
 def safely(parser: ResponseParser) -> ResponseParser:
