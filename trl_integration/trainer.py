@@ -23,7 +23,8 @@ from agent_vllm.engines import ENGINE_NAMES, RolloutEngine, create_rollout_engin
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
-from agent_vllm.rollout import RolloutStatus, rollout_batch
+from agent_vllm.rollout import rollout_batch
+from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.adapter import reward_columns, to_trl

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from agent_vllm.rollout import RolloutStatus
+from agent_vllm.status import RolloutStatus
 
 _REFRESH_S = 0.2
 
