@@ -9,6 +9,8 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
+VIEWS = ("run", "chat", "tokens", "group", "timeline")  # of the viewer
+
 needs_chromium = pytest.mark.skipif(
     (CHROMIUM is None or importlib.util.find_spec("playwright") is None)
     and not os.environ.get("CI"),

@@ -11,7 +11,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import importlib.util
 
 import pytest
+from browser import browser
 from fakes import chatml_tokenizer
+from records import read, real_records, report_of, write
 from tiny_agent import tiny_agent_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,3 +68,29 @@ def vllm_engine(agent_path):
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     with VLLMRolloutEngine(model, tokenizer) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def new_tab():
+    with browser() as new_tab:
+        yield new_tab
+
+
+@pytest.fixture
+def tab(new_tab):
+    """A tab on which nothing may go wrong, and which may ask nobody for anything."""
+    tab = new_tab(viewport={"width": 1280, "height": 800})
+    yield tab
+    tab.page.close()
+    assert tab.problems == []
+    assert [url for url in tab.requests if not url.startswith(("file:", "about:", "data:"))] == []
+
+
+@pytest.fixture(scope="session")
+def real(agent_path, tmp_path_factory):
+    """A report of real rollouts: its address and its records."""
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(agent_path)
+    path = tmp_path_factory.mktemp("real") / "rollouts.jsonl"
+    write(path, real_records(model, tokenizer))
+    return report_of(path), read(path)

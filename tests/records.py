@@ -8,6 +8,7 @@ from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tas
 
 from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, rollout_batch
 from agent_vllm.inspect.record import trajectory_record
+from agent_vllm.inspect.view import write_report
 from agent_vllm.logprobs import predicted_logprobs
 
 TOOLS = [calculator, get_weather, get_price]
@@ -26,6 +27,20 @@ def read(path):
     """Records by id, amendments left out."""
     lines = map(json.loads, path.read_text().splitlines())
     return {line["id"]: line for line in lines if "id" in line}
+
+
+def report_of(path):
+    output = path.with_suffix(".html")
+    write_report(path, output)
+    return output.as_uri()
+
+
+def pick(records, wanted):
+    return next(line for line in records.values() if wanted(line))
+
+
+def calls_a_tool(line):
+    return len(line["turn_outputs"]) > 1 and len(line["completion_ids"]) < 60
 
 
 def record(record_id="t0", **fields):

@@ -214,6 +214,14 @@ def test_the_server_answers_with_what_is_new(path):
             get(f"{address}/body?id=none")
 
 
+def test_a_port_that_is_taken_is_an_error(path, capsys):
+    write(path, [record()])
+    with serving(path) as address:
+        port = address.rpartition(":")[2]
+        assert view(path, "--serve", "--port", port) == 1
+    assert f"Port {port} can't be had" in capsys.readouterr().err
+
+
 def test_another_sites_name_is_refused(path):
     write(path, [record()])
     with serving(path) as address, pytest.raises(urllib.error.HTTPError, match="403"):

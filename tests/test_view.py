@@ -1,25 +1,21 @@
-"""The viewer's page in a real browser: it shows what the file says, and nothing of that runs."""
+"""The viewer's page in a real browser: list, views, keys, themes, a large record."""
 
 import itertools
-import math
 import statistics
 import time
 
 import pytest
-from browser import browser, contrast, needs_chromium
+from browser import VIEWS, contrast, needs_chromium
 from records import (
-    EVIL,
     NUM_GROUPS,
     NUM_SAMPLES,
     call,
-    hostile_record,
     long_records,
-    read,
-    real_records,
+    pick,
     record,
+    report_of,
     write,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_vllm.inspect.report import read_report
 from agent_vllm.inspect.view import write_report
@@ -27,179 +23,6 @@ from agent_vllm.inspect.view import write_report
 pytestmark = needs_chromium
 
 NUM_LONG, NUM_LONG_TOKENS = 1000, 4000
-VIEWS = ("run", "chat", "tokens", "group", "timeline")
-
-
-@pytest.fixture(scope="module")
-def new_tab():
-    with browser() as new_tab:
-        yield new_tab
-
-
-@pytest.fixture
-def tab(new_tab):
-    """A tab on which nothing may go wrong, and which may ask nobody for anything."""
-    tab = new_tab(viewport={"width": 1280, "height": 800})
-    yield tab
-    tab.page.close()
-    assert tab.problems == []
-    assert [url for url in tab.requests if not url.startswith(("file:", "about:", "data:"))] == []
-
-
-def report_of(path):
-    output = path.with_suffix(".html")
-    write_report(path, output)
-    return output.as_uri()
-
-
-@pytest.fixture(scope="module")
-def real(agent_path, tmp_path_factory):
-    """A report of real rollouts: its address and its records."""
-    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(agent_path)
-    path = tmp_path_factory.mktemp("real") / "rollouts.jsonl"
-    write(path, real_records(model, tokenizer))
-    return report_of(path), read(path)
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    path = tmp_path_factory.mktemp("hostile") / "<b>name<b>\u202e.jsonl"
-    return report_of(write(path, [record("t0"), hostile_record(EVIL), hostile_record("<i>")]))
-
-
-# ---- tokens: what is shown is what the file says ----
-
-
-def shown_tokens(tab):
-    """The details of every token, read one by one with the keyboard."""
-    tab.page.locator(".tokens [tabindex='0']").focus()
-    shown = []
-    for _ in range(tab.page.locator(".chunk .token").count()):
-        names, values = tab.texts("#token-details dt"), tab.texts("#token-details dd")
-        shown.append(dict(zip(names, values, strict=True)))
-        tab.press("ArrowRight")
-    return shown
-
-
-def expected_tokens(line):
-    """The same from the file."""
-    ids = line["prompt_ids"] + line["completion_ids"]
-    num_prompt = len(line["prompt_ids"])
-    for i, token in enumerate(ids):
-        column = i - num_prompt
-        mask = None if column < 0 else line["completion_mask"][column]
-        sampled = {}
-        if mask:
-            engine, learner = line["logprobs"][column], line["learner_logprobs"][column]
-            sampled = {"logprob": engine, "learner's logprob": learner}
-        yield {"id": token, "position": i + 1, "mask": mask} | sampled
-
-
-def as_expected(shown):
-    """Shown details in the file's terms; numbers have six digits."""
-    masks = {"prompt": None, "1, sampled": 1, "0, written": 0}
-    token = {
-        "id": int(shown["id"]),
-        "position": int(shown["position"].split(" of ")[0]),
-        "mask": masks[shown["mask"]],
-    }
-    for name in ("logprob", "learner's logprob"):
-        if name in shown:
-            token[name] = pytest.approx(float(shown[name].replace("\u2212", "-")), rel=1e-5)
-    return token
-
-
-def pick(records, wanted):
-    return next(line for line in records.values() if wanted(line))
-
-
-def calls_a_tool(line):
-    return len(line["turn_outputs"]) > 1 and len(line["completion_ids"]) < 60
-
-
-def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
-    address, records = real
-    line = pick(records, calls_a_tool)
-    tab.open(address, view="tokens", id=line["id"])
-    shown = [as_expected(token) for token in shown_tokens(tab)]
-    assert shown == list(expected_tokens(line))
-    texts = [line["token_texts"][str(t)] for t in line["prompt_ids"] + line["completion_ids"]]
-    assert tab.page.locator(".tokens .chunk").all_text_contents() != []
-    joined = "".join(tab.page.locator(".chunk .token").all_text_contents())
-    marks = str.maketrans({" ": "·", "\n": "↵"})
-    assert joined.replace("\n", "") == "".join(texts).translate(marks)
-
-
-def test_the_comparison_notices_a_wrong_mask_and_a_wrong_number(tab, real, tmp_path):
-    line = pick(real[1], calls_a_tool)
-    mask = [1 - bit for bit in line["completion_mask"][:1]] + line["completion_mask"][1:]
-    other = {**line, "completion_mask": mask, "logprobs": [x - 1e-3 for x in line["logprobs"]]}
-    tab.open(report_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
-    pairs = list(zip(map(as_expected, shown_tokens(tab)), expected_tokens(line), strict=True))
-    differ = {shown["position"] for shown, expected in pairs if shown != expected}
-    first = len(line["prompt_ids"]) + 1
-    sampled = [i for i, bit in enumerate(line["completion_mask"]) if bit]
-    assert differ == {first + i for i in sampled}
-
-
-LEVELS = {
-    "1": lambda token: (
-        "none" if token["mask"] is None else ["observed", "sampled"][token["mask"]]
-    ),
-    "2": lambda token: (
-        f"l{[p <= math.exp(token['logprob']) for p in (0.9, 0.5, 0.2, 0.05, 0)].index(True)}"
-    ),
-    "3": lambda token: (
-        f"g{[abs(token['gap']) <= most for most in (0.001, 0.01, 0.1, 0.5, 99)].index(True)}"
-    ),
-    "4": lambda token: (
-        "a2" if token["advantage"] >= 1
-        else "a1" if token["advantage"] > 0
-        else "a0" if token["advantage"] == 0
-        else "b1" if token["advantage"] > -1
-        else "b2"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("key", LEVELS)
-def test_every_token_has_the_level_of_its_figures(tab, tmp_path, key):
-    logprobs = [-0.01, -0.5, -1.2, -2.5, -5.0, -0.3]
-    gaps = [0.0005, -0.005, 0.05, -0.3, 0.7, 0.0]
-    lines = [
-        record(
-            f"t{i}",
-            completion_ids=list(range(6)),
-            completion_mask=[1] * 6,
-            logprobs=logprobs,
-            learner_logprobs=[x + gap for x, gap in zip(logprobs, gaps, strict=True)],
-            advantage=advantage,
-        )
-        for i, advantage in enumerate((1.5, 0.5, 0, -0.5, -1))
-    ]
-    address = report_of(write(tmp_path / "r.jsonl", lines))
-    for line in lines:
-        tab.open(address, id=line["id"], view="tokens")
-        tab.press(key)
-        classes = tab.page.evaluate(
-            "[...document.querySelectorAll('.chunk .token')].map(t => t.className)"
-        )
-        tokens = [
-            {"mask": 1, "logprob": x, "gap": gap, "advantage": line["advantage"]}
-            for x, gap in zip(logprobs, gaps, strict=True)
-        ]
-        expected = ["none", "none"] + [LEVELS[key](token) for token in tokens]
-        assert classes == [f"token level-{name}" for name in expected]
-        assert sum(map(int, tab.texts(".legend b"))) == len(expected)
-
-
-def test_a_token_shows_its_details_under_the_pointer(tab, real):
-    address, records = real
-    line = pick(records, calls_a_tool)
-    tab.open(address, view="tokens", id=line["id"])
-    tab.page.locator(".chunk .token").nth(3).hover()
-    assert tab.texts("#token-details dd")[0] == str(line["prompt_ids"][3])
 
 
 # ---- list ----
@@ -462,59 +285,6 @@ def test_the_switch_overrides_the_systems_theme(new_tab, real):
     assert seen == [dark, light, dark, dark]
     assert dark != light
     tab.page.close()
-
-
-# ---- hostile records ----
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("width", [1280, 390])
-def test_what_a_record_says_never_runs(tab, hostile, view, width):
-    tab.page.set_viewport_size({"width": width, "height": 800})
-    tab.open(hostile, view=view, id="%3Ci%3E")
-    for summary in tab.page.locator("#panel summary").all():
-        summary.click()
-    tab.settle()
-    assert tab.page.evaluate(
-        "[window.ran, document.querySelectorAll('a:not(.skip), img').length]"
-    ) == [None, 0]
-    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.page.locator("#panel").is_visible()
-    text = tab.page.locator("body").text_content()
-    assert "<img src=x onerror='window.ran = 2'>" in text
-    assert not set("\u202e\u2066\u2028\u0000\u001b") & set(tab.page.locator("#panel").inner_text())
-
-
-def named(*names):
-    """Unseen characters as the tokens show them."""
-    return [f"\u2039{name}\u203a" for name in names]
-
-
-def test_unseen_characters_are_named(tab, hostile):
-    tab.open(hostile, view="tokens", id="%3Ci%3E")
-    shown = tab.page.locator(".chunk .token").all_text_contents()
-    surrogate, empty, override = named("U+D83D", "empty", "RLO")
-    assert shown[1:5] == [surrogate, empty, "↵\n⇥·", override]
-    assert shown[6] == "#7"  # the record has no text for it
-    assert [name for name in named("RLO", "LRI", "LS", "NUL", "ESC") if name not in shown[0]] == []
-
-
-def test_the_policy_lets_nothing_else_run(tab, hostile):
-    tab.open(hostile)
-    tab.page.evaluate(
-        """() => {
-          const script = document.createElement("script");
-          script.textContent = "window.ran = 4";
-          document.body.append(script);
-          document.body.insertAdjacentHTML("beforeend", "<p style='color: red'>x</p>");
-          fetch("https://example.org/").catch(() => { window.refused = true; });
-        }"""
-    )
-    tab.settle()
-    assert tab.page.evaluate("[window.ran, window.refused]") == [None, True]
-    assert len(tab.problems) >= 3
-    assert all("Content Security Policy" in problem for problem in tab.problems)
-    tab.problems.clear()
 
 
 # ---- many long ones ----

@@ -82,13 +82,20 @@ def serve(path: Path, page: str, *, limit: int, port: int) -> None:
 
 
 def make_server(report: LiveReport, page: str, port: int) -> ThreadingHTTPServer:
-    """A server that is bound and not yet running; port 0 takes a free one."""
+    """A server that is bound and not yet running; port 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
 
     class Handler(_Handler):
         live_report = report
         page_bytes = page.encode("utf-8")
 
-    return ThreadingHTTPServer((_HOST, port), Handler)
+    try:
+        return ThreadingHTTPServer((_HOST, port), Handler)
+    except OSError as error:
+        raise OSError(f"Port {port} can't be had: {error}. Choose another with --port.") from error
 
 
 class _Handler(BaseHTTPRequestHandler):
