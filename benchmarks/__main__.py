@@ -1,7 +1,7 @@
 """`python -m benchmarks`: every row, one table, `benchmarks/results/latest.json` and a chart.
 
-    python -m benchmarks --only B1 --only B9
-    python -m benchmarks --quick        # small sizes, to see that everything runs
+python -m benchmarks --only B1 --only B9
+python -m benchmarks --quick        # small sizes, to see that everything runs
 """
 
 import os

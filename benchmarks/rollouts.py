@@ -1,4 +1,4 @@
-"""B1, B3, B6 and B13: rollouts with tools beside their bound, a barrier loop and the seed's loop."""
+"""B1, B3, B6, B13: rollouts with tools beside their bound, a barrier loop and the seed's loop."""
 
 import asyncio
 from typing import Any
@@ -36,8 +36,7 @@ def against_bound(quick: bool) -> list[Figure]:
             1 if quick else 3,
         )
     bound = [
-        max(pair)
-        for pair in zip(seconds["without latency"], seconds["slowest alone"], strict=True)
+        max(pair) for pair in zip(seconds["without latency"], seconds["slowest alone"], strict=True)
     ]
     return [
         Figure(

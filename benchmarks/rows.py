@@ -1,4 +1,4 @@
-"""The rows by id, in the order in which they run. Nothing heavy is loaded before a row is measured."""
+"""The rows by id, in the order in which they run. Each loads what it needs when it is measured."""
 
 import importlib
 from dataclasses import dataclass
