@@ -140,14 +140,13 @@ async def rollout_batch_async(
         "min_p": min_p,
         "stop_strings": stop_strings,
     }
-    named_tools = _named_tools(tools_batch)
+    prompts = _Prompts(chat, messages_batch, _named_tools(tools_batch))
     started_s = time.monotonic()
     episodes = [
         _Episode(
             engine=engine,
-            chat=chat,
-            messages=messages,
-            tools=tools,
+            prompts=prompts,
+            row=row,
             limits=limits,
             sampling=sampling,
             thinking_ratio=thinking_ratio,
@@ -156,7 +155,7 @@ async def rollout_batch_async(
             status=status,
             started_s=started_s,
         )
-        for row, (messages, tools) in enumerate(zip(messages_batch, named_tools, strict=True))
+        for row in range(len(messages_batch))
         for generation in range(num_generations)
     ]
     try:
@@ -170,6 +169,31 @@ async def rollout_batch_async(
     return [task.result() for task in tasks]
 
 
+class _Prompts:
+    """What the samples of a row share; written and encoded once for all of them."""
+
+    def __init__(
+        self, chat: ChatFormat, messages: Sequence[Messages], tools: Sequence[dict[str, Tool]]
+    ) -> None:
+        self.messages = messages
+        self.tools = tools
+        self._formats: dict[bool | None, ChatFormat] = {None: chat}
+        self._ids: dict[tuple[int, bool | None], list[int]] = {}
+
+    def chat(self, thinking: bool | None) -> ChatFormat:
+        if thinking is not None and thinking not in self._formats:
+            self._formats[thinking] = self._formats[None].with_thinking(thinking)
+        return self._formats[thinking]
+
+    def ids(self, row: int, thinking: bool | None) -> list[int]:
+        """A list of its own for each sample: `[P]`."""
+        key = (row, thinking)
+        if key not in self._ids:
+            tools = list(self.tools[row].values())
+            self._ids[key] = self.chat(thinking).prompt_ids(self.messages[row], tools)
+        return list(self._ids[key])
+
+
 class _Episode:
     """One trajectory in the making; used once."""
 
@@ -177,9 +201,8 @@ class _Episode:
         self,
         *,
         engine: RolloutEngine,
-        chat: ChatFormat,
-        messages: Messages,
-        tools: Mapping[str, Tool],
+        prompts: _Prompts,
+        row: int,
         limits: Limits,
         sampling: Mapping[str, Any],
         thinking_ratio: float | None,
@@ -189,18 +212,18 @@ class _Episode:
         started_s: float,
     ) -> None:
         self.thinking = None if thinking_ratio is None else random.random() < thinking_ratio
-        self.chat = chat if self.thinking is None else chat.with_thinking(self.thinking)
+        self.chat = prompts.chat(self.thinking)
         self.engine = engine
-        self.tools = tools
+        self.tools = prompts.tools[row]
         self.limits = limits
         self.sampling = sampling
         self.runner = runner
         self.random = random
         self.status = status
         self.started_s = started_s
-        self.messages = [dict(message) for message in messages]
+        self.messages = [dict(message) for message in prompts.messages[row]]
         self.num_prompt_messages = len(self.messages)
-        self.prompt_ids = self.chat.prompt_ids(self.messages, list(tools.values()))
+        self.prompt_ids = prompts.ids(row, self.thinking)
         self.ids = list(self.prompt_ids)  # the whole sequence, prompt and completion
         self.segments: list[Segment] = []
         self.turn_outputs: list[str] = []

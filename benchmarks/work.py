@@ -123,11 +123,12 @@ class Script:
 
     def after(self, prompt_ids: Sequence[int]) -> list[int] | None:
         """The ids of the turn that follows, `[N]`; None for a prompt without a task."""
-        text = self.tokenizer.decode(list(prompt_ids))
+        text = self.tokenizer.decode(list(prompt_ids[:64]))
         task = re.search(r"Task (\d+)\.", text)
         if task is None:
             return None
-        return self.turn(task[1], text.count("<|im_start|>assistant") - 1)
+        num_messages = prompt_ids.count(self.tokenizer.eos_token_id)  # each ends with it
+        return self.turn(task[1], max(num_messages - 2, 0) // 2)
 
     def turn(self, task: str, index: int) -> list[int]:
         key = (task, index)
