@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -178,7 +178,7 @@ class ChatFormat:
         if self.turn_end_id is None:
             return self._encode_added(self.template.tool_turn(results, tools), added)
         if self.after_turn_end is not None:
-            added = self._decode([self.turn_end_id]) + self.after_turn_end + added
+            added = self._token_text(self.turn_end_id) + self.after_turn_end + added
         ids = self._encode(added)
         return ids[1:] if last_token_id == self.turn_end_id else ids
 
@@ -249,7 +249,7 @@ class ChatFormat:
         """The end that parsers expect: as sampled if the template has it, else the template's."""
         last = token_ids[-1] if token_ids else None
         known = last if last in self._template_ends else self.turn_end_id
-        return "" if known is None else self._decode([known])
+        return "" if known is None else self._token_text(known)
 
     # ---- learned from the template ----
 
@@ -346,6 +346,11 @@ class ChatFormat:
         return dataclasses.replace(self, parser=parser)
 
     # ---- text and ids ----
+
+    @functools.cached_property
+    def _token_text(self) -> Callable[[int], str]:
+        """The text of one end token; decoding takes as long as for a turn."""
+        return functools.lru_cache(maxsize=16)(lambda token: self._decode([token]))
 
     @property
     def _added_tokens(self) -> list[str]:

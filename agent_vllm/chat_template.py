@@ -6,7 +6,8 @@ ones that end a turn. Invariant: a template that would rewrite what was sampled 
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.tools import Tool
 from agent_vllm.types import Messages, ToolCall, ToolResult
+
+Calls = tuple[tuple[str, str | None], ...]  # names, and ids where the model wrote them
 
 _THINKING_SWITCHES = ("enable_thinking", "open_thinking", "thinking")
 _PROBE_RESULTS = [
@@ -71,7 +74,17 @@ class ChatTemplate:
     def tool_turn(self, results: Sequence[ToolResult], tools: Sequence[Tool] = ()) -> str:
         """The shortest conversation that ends with these results' calls."""
         results = results[:1] if self.one_call_a_turn else results
-        return self.render(_calling(results), tools, add_generation_prompt=False)
+        calls = tuple((result.name, result.call_id) for result in results)
+        return self._written_calls(calls, tuple(tools))
+
+    @functools.cached_property
+    def _written_calls(self) -> Callable[[Calls, tuple[Tool, ...]], str]:
+        """Rendered once for all turns that make the same calls: arguments are no part of it."""
+
+        def render(calls: Calls, tools: tuple[Tool, ...]) -> str:
+            return self.render(_calling(calls), tools, add_generation_prompt=False)
+
+        return functools.lru_cache(maxsize=256)(render)
 
     def after_tool_turn(
         self,
@@ -96,12 +109,15 @@ class ChatTemplate:
             )
             return "".join([*first, last])
         before = self.tool_turn(results, tools)
+        calls = tuple((result.name, result.call_id) for result in results)
         answers = [
             {**result.message, "tool_call_id": call_id}
-            for result, call_id in zip(results, _call_ids(results), strict=True)
+            for result, call_id in zip(results, _call_ids(calls), strict=True)
         ]
-        messages = [*_calling(results), *answers]
+        messages = [*_calling(calls), *answers]
         after = self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        if not after.startswith(before):  # a date in it may have passed since it was kept
+            before = self.render(_calling(calls), tools, add_generation_prompt=False)
         if not after.startswith(before):
             raise ChatTemplateError(NOT_EXTENDABLE.format(reason="a tool turn follows"))
         return after[len(before) :]
@@ -177,18 +193,17 @@ NOT_EXTENDABLE = (
 _USER = {"role": "user", "content": "What is it like in Oslo?"}
 
 
-def _call_ids(results: Sequence[ToolResult]) -> list[str]:
+def _call_ids(calls: Calls) -> list[str]:
     """The model's own ids, or some in the form that Mistral's templates insist on."""
-    return [result.call_id or f"call{index:05d}" for index, result in enumerate(results)]
+    return [call_id or f"call{index:05d}" for index, (_, call_id) in enumerate(calls)]
 
 
-def _calling(results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-    calls = [
-        ToolCall(name=result.name, arguments={}, id=call_id)
-        for result, call_id in zip(results, _call_ids(results), strict=True)
+def _calling(calls: Calls) -> list[dict[str, Any]]:
+    drafted = [
+        ToolCall(name=name, arguments={}, id=call_id).as_message()
+        for (name, _), call_id in zip(calls, _call_ids(calls), strict=True)
     ]
-    turn = {"role": "assistant", "content": "", "tool_calls": [call.as_message() for call in calls]}
-    return [_USER, turn]
+    return [_USER, {"role": "assistant", "content": "", "tool_calls": drafted}]
 
 
 def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:

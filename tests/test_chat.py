@@ -1,5 +1,7 @@
 """Conversations to ids: prompts, suffixes, templates that are refused."""
 
+import dataclasses
+
 import pytest
 from fakes import CHATML, END, byte_tokenizer, call, chatml_tokenizer, ids_of, trl_template, user
 from tokenizers.processors import TemplateProcessing
@@ -304,3 +306,13 @@ def test_a_response_template_that_knows_no_thinking_is_not_preferred():
     plain = ids_of(tokenizer, call("add", a=1))
     thought = ids_of(tokenizer, "<think>" + call("add", a=1) + "</think>3")
     assert [len(chat.parse([*ids, END]).calls) for ids in (plain, thought)] == [1, 0]
+
+
+def test_a11_the_day_changes_between_two_turns(chat):
+    """What is kept of an earlier render has another date in it."""
+    dated = dataclasses.replace(
+        chat.template, text="{{ day }}" + chat.template.text, kwargs={"day": "Monday"}
+    )
+    before = dated.after_tool_turn([result()], add_generation_prompt=True)
+    dated.kwargs["day"] = "Tuesday"
+    assert dated.after_tool_turn([result()], add_generation_prompt=True) == before

@@ -1,0 +1,339 @@
+"""B4, B5, B7 and B8: the engine beside bare vLLM, other engines, a memcpy and vLLM's defaults."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from agent_vllm import Limits, VLLMRolloutEngine, rollout_batch
+from agent_vllm.engines.weight_sync import named_weights
+from benchmarks.figures import (
+    SHOWN,
+    Figure,
+    at_least,
+    at_most,
+    in_turns,
+    medians,
+    ratios,
+)
+from benchmarks.rollouts import reset_prefix_cache
+from benchmarks.work import (
+    FixedLengthTorch,
+    FixedLengthVLLM,
+    Setup,
+    load_model,
+    model_folder,
+    setup,
+    uneven_prompts,
+)
+
+ONE_TURN = Limits(max_turns=1)
+
+# ---- B4 ----
+
+
+def against_bare_generate(quick: bool) -> list[Figure]:
+    """B4: no tools; tokens per second against `vllm.LLM.generate`, with seeds and without."""
+    ours = setup()
+    prompts = uneven_prompts(ours, 4 if quick else 128, (8, 16) if quick else (64, 256))
+    with FixedLengthVLLM(ours.model, ours.tokenizer) as engine:
+        bare = BareVLLM(engine_arguments(engine, ours), *prompts[1:])
+        sides = {
+            "ours": lambda: one_turn(engine, ours, *prompts),
+            "bare": bare.generate,
+            "bare, seeded": lambda: bare.generate(seeded=True),
+        }
+        in_turns(sides, 1)
+        seconds = in_turns(sides, 1 if quick else 5)
+    note = f"{sum(prompts[2])} tokens; {medians(seconds)}"
+    return [
+        Figure(
+            id="B4", what="no tools: our rollouts / bare LLM.generate, tokens per second",
+            goal=at_least(0.97), values=ratios(seconds["bare"], seconds["ours"]), note=note,
+        ),
+        Figure(
+            id="B4 seeded", what="the same, with a seed a request on both sides",
+            goal=SHOWN, values=ratios(seconds["bare, seeded"], seconds["ours"]),
+        ),
+    ]  # fmt: skip
+
+
+def one_turn(engine: Any, ours: Setup, messages: Any, ids: Any, lengths: list[int]) -> None:
+    engine.lengths = {tuple(row): n for row, n in zip(ids, lengths, strict=True)}
+    if isinstance(engine, VLLMRolloutEngine):
+        reset_prefix_cache(engine)
+    trajectories = rollout_batch(engine, ours.chat, messages, limits=ONE_TURN)
+    assert sum(t.num_sampled_tokens for t in trajectories) == sum(lengths)
+
+
+def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
+    """What our engine was built with, so that the peer differs in how it is driven alone."""
+    from agent_vllm.engines.vllm_process import VLLMOptions
+
+    options = VLLMOptions(
+        dtype=torch.float32, max_model_len=engine.max_model_len, max_num_seqs=128,
+        gpu_memory_utilization=0.3, kv_cache_memory_bytes=None, further={},
+    )  # fmt: skip
+    return options.engine_args(ours.model.config)
+
+
+class BareVLLM:
+    """`vllm.LLM.generate` in this process: all prompts in one call, as vLLM's docs have it."""
+
+    def __init__(
+        self, arguments: dict[str, Any], prompts: list[list[int]], lengths: list[int]
+    ) -> None:
+        from agent_vllm.engines.host_state import host_process_kept
+
+        with host_process_kept():
+            from vllm import LLM
+
+            self._llm = LLM(model=str(model_folder("tiny")), **{**arguments, "runner": "auto"})
+        self._prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        self._lengths = lengths
+
+    def generate(self, *, seeded: bool = False) -> None:
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                max_tokens=n, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+                seed=index if seeded else None,
+            )
+            for index, n in enumerate(self._lengths)
+        ]  # fmt: skip
+        assert self._llm.reset_prefix_cache()
+        outputs = self._llm.generate(self._prompts, parameters, use_tqdm=False)
+        assert sum(len(o.outputs[0].token_ids) for o in outputs) == sum(self._lengths)
+
+
+# ---- B5 ----
+
+
+def against_torch(quick: bool) -> list[Figure]:
+    """B5: useful tokens per second against the torch engine and a padded `generate`."""
+    small = (4, (4, 8), 1)
+    figures = _against_torch("tiny", at_least(2.5), *(small if quick else (64, (16, 128), 3)))
+    if quick:
+        return figures
+    return figures + _against_torch("135M", at_least(3.5), 24, (16, 64), 2)
+
+
+def _against_torch(
+    name: str, goal: Any, num_prompts: int, lengths: tuple[int, int], num_rounds: int
+) -> list[Figure]:
+    ours = setup(name)
+    prompts = uneven_prompts(ours, num_prompts, lengths)
+    limits: dict[str, Any] = {"max_model_len": 1024}
+    with (
+        FixedLengthVLLM(ours.model, ours.tokenizer, **limits) as engine,
+        FixedLengthTorch(ours.model, ours.tokenizer, **limits) as torch_engine,
+    ):
+        one_turn(engine, ours, *prompts)
+        seconds = in_turns(
+            {
+                "vllm": lambda: one_turn(engine, ours, *prompts),
+                "torch": lambda: one_turn(torch_engine, ours, *prompts),
+                "generate": lambda: padded_generate(ours, *prompts[1:]),
+            },
+            num_rounds,
+        )
+    useful = f"{sum(prompts[2])} tokens; {medians(seconds)}"
+    return [
+        Figure(
+            id=f"B5 {name}", what="vLLM engine / torch engine, uneven lengths, tokens per second",
+            goal=goal, values=ratios(seconds["torch"], seconds["vllm"]), note=useful,
+        ),
+        Figure(
+            id=f"B5 {name} generate", what="vLLM engine / padded transformers generate",
+            goal=goal, values=ratios(seconds["generate"], seconds["vllm"]),
+        ),
+    ]  # fmt: skip
+
+
+def padded_generate(ours: Setup, ids: list[list[int]], lengths: list[int]) -> None:
+    """One batch, left-padded, run to the longest row's length, with the scores of every step."""
+    from agent_vllm.batch import pad_rows
+
+    ours.model.generate(
+        input_ids=pad_rows(ids, 0, side="left"),
+        attention_mask=pad_rows([[1] * len(row) for row in ids], 0, side="left"),
+        do_sample=True,
+        min_new_tokens=max(lengths),
+        max_new_tokens=max(lengths),
+    )
+
+
+# ---- B7 ----
+
+
+def weight_sync(quick: bool) -> list[Figure]:
+    """B7: a sync against a memcpy of the same bytes, and the mode with unpacked weights."""
+    figures = []
+    for name in ["tiny"] if quick else ["tiny", "135M", "0.5B"]:
+        figures += _weight_sync(name, 3 if quick or name != "tiny" else 10)
+    return figures if quick else [*figures, _whole_step()]
+
+
+def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
+    model, tokenizer = load_model(name)
+    weights = named_weights(model)
+    copies = {key: torch.empty_like(weight) for key, weight in weights.items()}
+    for copy in copies.values():
+        copy.zero_()  # its pages are there before it is measured
+
+    def memcpy() -> None:
+        for key, weight in weights.items():
+            copies[key].copy_(weight)
+
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    with VLLMRolloutEngine(model, tokenizer, **options) as packed:
+        seconds = in_turns(
+            {"sync": lambda: packed.update_policy(model), "memcpy": memcpy}, num_rounds
+        )
+    note = f"{sum(w.nbytes for w in weights.values()) >> 20} MiB; {medians(seconds)}"
+    if name == "tiny":
+        milliseconds = [1000 * s for s in seconds["sync"]]
+        return [
+            Figure(
+                id="B7 tiny", what="one weight sync", goal=at_most(15), values=milliseconds,
+                unit="ms", note=note,
+            )
+        ]  # fmt: skip
+    return [
+        Figure(
+            id=f"B7 {name}", what="one weight sync / one memcpy of the same bytes",
+            goal=at_most(2), values=ratios(seconds["sync"], seconds["memcpy"]), note=note,
+        )
+    ]  # fmt: skip
+
+
+@contextmanager
+def unpacked_weights() -> Iterator[None]:
+    """vLLM built with plain linear layers on CPU: weights can be copied in, matmuls are slower."""
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+def copy_weights(engine: VLLMRolloutEngine, weights: dict[str, torch.Tensor]) -> None:
+    """A sync into an engine with unpacked weights."""
+    llm = engine._stepper._llm
+    model = llm.model_executor.driver_worker.model_runner.model
+
+    def load() -> None:
+        model.load_weights(iter(weights.items()))
+        assert llm.reset_prefix_cache()
+
+    engine._driver.call(load)
+
+
+def _whole_step() -> Figure:
+    """One sync and the tokens that a small step samples, with unpacked and with packed weights."""
+    ours = setup("135M")
+    prompts = uneven_prompts(ours, 16, (32, 64))
+    weights = named_weights(ours.model)
+    options = {"max_model_len": 512}
+    with FixedLengthVLLM(ours.model, ours.tokenizer, **options) as packed, unpacked_weights():
+        unpacked = BareUnpacked(ours, **options)
+        with unpacked.engine:
+            seconds = in_turns(
+                {
+                    "packed": lambda: [
+                        packed.update_policy(ours.model),
+                        one_turn(packed, ours, *prompts),
+                    ],
+                    "unpacked": lambda: [
+                        copy_weights(unpacked.engine, weights),
+                        one_turn(unpacked.engine, ours, *prompts),
+                    ],
+                    "unpacked sync": lambda: copy_weights(unpacked.engine, weights),
+                },
+                3,
+            )
+    return Figure(
+        id="B7 135M step", what=f"sync and {sum(prompts[2])} tokens: repacked / copied weights",
+        goal=at_most(1), values=ratios(seconds["packed"], seconds["unpacked"]),
+        note=medians(seconds),
+    )  # fmt: skip
+
+
+class BareUnpacked:
+    """An engine on a checkpoint: its first sync, which repacks, is left out."""
+
+    def __init__(self, ours: Setup, **options: Any) -> None:
+        self.engine = FixedLengthVLLM(model_folder("135M"), ours.tokenizer, **options)
+
+
+# ---- B8 ----
+
+_OURS = """
+from agent_vllm import VLLMRolloutEngine
+import asyncio
+engine = VLLMRolloutEngine(folder)
+asyncio.run(engine.generate([5, 6, 7], max_new_tokens=1))
+"""
+_DEFAULTS = """
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(folder)
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, logprobs=0))
+"""
+
+
+def start_up(quick: bool) -> list[Figure]:
+    """B8: from a process that has torch and transformers to the first token."""
+    folder = str(model_folder("tiny"))
+    sides: dict[str, Callable[[], float]] = {"ours": lambda: _fresh_process(_OURS, folder)}
+    if not quick:
+        sides["defaults"] = lambda: _fresh_process(_DEFAULTS, folder)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(1 if quick else 3):
+        for name, start in sides.items():
+            seconds[name].append(start())
+    figures = [
+        Figure(
+            id="B8 seconds", what="engine built to first token, tiny agent",
+            goal=at_most(8), values=seconds["ours"], unit="s", note=medians(seconds),
+        )
+    ]  # fmt: skip
+    if not quick:
+        figures.append(
+            Figure(
+                id="B8 defaults",
+                what="vLLM's defaults / ours, to the first token with logprobs",
+                goal=at_least(4),
+                values=ratios(seconds["defaults"], seconds["ours"]),
+                note="the defaults keep their compile cache between rounds; the first fills it",
+            )
+        )
+    return figures
+
+
+def _fresh_process(code: str, folder: str) -> float:
+    """Seconds that the code takes once torch and transformers are loaded."""
+    lines = [
+        "import time, torch, transformers",
+        f"folder, start_s = {folder!r}, time.perf_counter()",
+        code,
+        'if __name__ == "__main__": print("seconds", time.perf_counter() - start_s, flush=True)',
+    ]
+    process = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
+    found = [line.split()[1] for line in process.stdout.splitlines() if line.startswith("seconds ")]
+    if not found:
+        raise RuntimeError(f"A start failed: {process.stderr[-2000:]}")
+    return float(found[0])

@@ -1,0 +1,105 @@
+"""B9 and B10: the loop's own time and memory, with an engine that answers at once."""
+
+import os
+import statistics
+import threading
+from random import Random
+
+from agent_vllm import Completion, rollout_batch
+from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.testing import ScriptedRolloutEngine
+from benchmarks.figures import Figure, at_most, in_turns, ratios
+from benchmarks.work import LIMITS, NUM_TOOL_TURNS, Setup, conversations, lookup, setup
+
+
+def host_time(quick: bool) -> list[Figure]:
+    """B9: milliseconds of host time a turn, and how they grow with the trajectories."""
+    sizes = (8, 16) if quick else (64, 512, 4096)
+    ours = setup()
+    rollouts(ours, sizes[0])
+    seconds = in_turns(
+        {str(size): lambda size=size: rollouts(ours, size) for size in sizes}, 1 if quick else 3
+    )
+    per_turn = {
+        name: [1000 * s / (int(name) * (NUM_TOOL_TURNS + 1)) for s in values]
+        for name, values in seconds.items()
+    }
+    smallest, *_, largest = per_turn
+    note = ", ".join(f"{n}: {statistics.median(ms):.3f} ms" for n, ms in per_turn.items())
+    worst = max(per_turn.values(), key=statistics.median)
+    return [
+        Figure(
+            id="B9 turn", what="host time of our loop a turn, scripted engine, with a tool call",
+            goal=at_most(1.0), values=worst, unit="ms", note=note,
+        ),
+        Figure(
+            id="B9 growth", what=f"host time a turn, {largest} / {smallest} trajectories",
+            goal=at_most(1.15), values=ratios(per_turn[largest], per_turn[smallest]),
+        ),
+    ]  # fmt: skip
+
+
+def rollouts(ours: Setup, num_tasks: int) -> None:
+    engine = ScriptedRolloutEngine(ours.tokenizer, ours.script)
+    tasks = conversations(num_tasks)
+    rollout_batch(engine, ours.chat, tasks, [[lookup]] * num_tasks, limits=LIMITS)
+
+
+class LongTurns(ScriptedRolloutEngine):
+    """Every turn is a call behind many words, as fresh objects, as a real engine makes them."""
+
+    num_tokens: int
+
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        random = Random(request.seed)
+        call = self.encode_turn(
+            '<tool_call>\n{"name": "wait", "arguments": {"key": "a"}}\n</tool_call>'
+        )
+        num_words = self.num_tokens - len(request.prompt_ids) - len(call)
+        ids = [int(str(300 + random.getrandbits(8))) for _ in range(num_words)]
+        logprobs = [-random.random() for _ in range(num_words + len(call))]
+        return Completion(
+            token_ids=ids + call, logprobs=logprobs, finish_reason="stop",
+            policy_version=self.policy_version,
+        )  # fmt: skip
+
+
+def memory(quick: bool) -> list[Figure]:
+    """B10: resident memory that live trajectories add, a token; all wait in a tool when counted."""
+    num_tasks, num_tokens = (8, 500) if quick else (4096, 2000)
+    ours = setup()
+    engine = LongTurns(ours.tokenizer, ours.script)
+    engine.num_tokens = num_tokens
+    counted = threading.Lock()
+    resident: list[int] = []
+    remaining = [num_tasks]
+
+    async def wait(key: str) -> str:
+        """Waits.
+
+        Args:
+            key: The key.
+        """
+        with counted:
+            remaining[0] -= 1
+            if remaining[0] == 0:
+                resident.append(resident_bytes())
+        return ""
+
+    rollouts(ours, 8)
+    before = resident_bytes()
+    limits = LIMITS.__class__(max_turns=1)
+    tasks = conversations(num_tasks)
+    trajectories = rollout_batch(engine, ours.chat, tasks, [[wait]] * num_tasks, limits=limits)
+    total = sum(len(t.prompt_ids) + len(t.completion_ids) for t in trajectories)
+    return [
+        Figure(
+            id="B10", what=f"host memory of {num_tasks} live trajectories of {num_tokens} tokens",
+            goal=at_most(64), values=[(resident[0] - before) / total], unit="bytes a token",
+        )
+    ]  # fmt: skip
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

