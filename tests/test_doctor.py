@@ -24,7 +24,7 @@ from agent_vllm.inspect.doctor import engine_checks, template_checks
 from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
 from agent_vllm.logprobs import shift
-from agent_vllm.parsing import parse_hermes
+from agent_vllm.parsing import ResponseTemplateParser, parse_hermes
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
 from agent_vllm.types import ParsedTurn
@@ -301,8 +301,10 @@ def test_a_parser_that_runs_what_was_only_thought_of():
 def test_a_response_template_that_does_not_know_of_thinking():
     tokenizer = chatml_tokenizer(STRIPS)
     tokenizer.response_template = RESPONSE_TEMPLATE
-    assert list(failures(template_report(tokenizer=tokenizer))) == ["thinking kept"]
-    assert failures(template_report(tokenizer=tokenizer, parser="hermes")) == {}
+    parser = ResponseTemplateParser(RESPONSE_TEMPLATE)
+    report = template_report(tokenizer=tokenizer, parser=parser)
+    assert list(failures(report)) == ["thinking kept"]
+    assert failures(template_report(tokenizer=tokenizer)) == {}  # another parser is found
 
 
 def reads_no_call_after_thinking(turn):
