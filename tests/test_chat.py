@@ -316,3 +316,17 @@ def test_a11_the_day_changes_between_two_turns(chat):
     before = dated.after_tool_turn([result()], add_generation_prompt=True)
     dated.kwargs["day"] = "Tuesday"
     assert dated.after_tool_turn([result()], add_generation_prompt=True) == before
+
+
+# ---- content in blocks ----
+
+
+def test_blocks_of_text_are_one_text(chat):
+    blocks = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert chat.prompt_ids([{"role": "user", "content": blocks}]) == chat.prompt_ids(user("hi"))
+
+
+def test_f14_images_are_refused_with_the_reason(chat):
+    blocks = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "hi"}]
+    with pytest.raises(ChatTemplateError, match=r"text only.*'user'.*\['image', 'text'\]"):
+        chat.prompt_ids([{"role": "user", "content": blocks}])

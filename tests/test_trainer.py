@@ -568,6 +568,11 @@ def tool_without_docstring(x: int) -> int:
             ValueError,
             "conversational prompts",
         ),
+        (
+            {"train_dataset": Dataset.from_dict({"prompt": [[]] * 8, "images": [[]] * 8})},
+            ValueError,
+            "has a column 'images', and rollouts are text only",
+        ),
         ({"tools": [tool_without_hints]}, ToolDefinitionError, "`tool_without_hints`"),
         ({"tools": [tool_without_docstring]}, ToolDefinitionError, "`tool_without_docstring`"),
         ({"tools": [get_price, get_price]}, ToolDefinitionError, "Two tools are named `get_price`"),

@@ -1,0 +1,95 @@
+"""What the trainer refuses, as early as it can be told: arguments first, then the set-up.
+
+Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
+"""
+
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+
+from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
+from trl_integration.config import AgentGRPOConfig
+
+
+def check_arguments(
+    args: Any,
+    model: Any,
+    rollout_engine: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    kwargs: dict[str, Any],
+) -> None:
+    """What can be refused before anything heavy is built."""
+    if not isinstance(args, AgentGRPOConfig):
+        raise TypeError(
+            f"`args` must be an `AgentGRPOConfig`, got {type(args).__name__}. It takes every "
+            "argument of `GRPOConfig`: change the class name."
+        )
+    if not isinstance(rollout_engine, RolloutEngine) and rollout_engine not in ENGINE_NAMES:
+        raise ValueError(
+            f"`rollout_engine` must be one of {ENGINE_NAMES} or a `RolloutEngine`, got "
+            f"{rollout_engine!r}."
+        )
+    if kwargs.get("rollout_func") is not None:
+        raise ValueError("`rollout_func` is refused: the rollout engine makes the rollouts.")
+    if kwargs.get("peft_config") is not None or is_peft_model(model):
+        raise ValueError(
+            "PEFT models are not supported yet: the engine takes whole weights. Train without "
+            "`peft_config`."
+        )
+    if args.use_vllm:
+        raise ValueError(
+            "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
+            'rollout_engine="vllm" to the trainer.'
+        )
+    if args.repetition_penalty != 1.0 or args.generation_kwargs:
+        raise ValueError(
+            "`repetition_penalty` and `generation_kwargs` are refused: the learner can't reproduce "
+            "the distribution that they sample from."
+        )
+    needs_prompt = kwargs.get("environment_factory") is None
+    evals = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for name, dataset in [("train_dataset", train_dataset), *(("eval_dataset", d) for d in evals)]:
+        if isinstance(dataset, Dataset):
+            _check_dataset(name, dataset, needs_prompt)
+
+
+def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty; it needs at least one row.")
+    images = [column for column in ("image", "images") if column in dataset.column_names]
+    if images:
+        raise ValueError(
+            f"`{name}` has a column {images[0]!r}, and rollouts are text only. Remove the column."
+        )
+    if not needs_prompt:
+        return
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"`{name}` must have a column 'prompt', got {dataset.column_names}. Rename the column "
+            "that holds the conversations."
+        )
+    if not isinstance(dataset[0]["prompt"], list):
+        raise ValueError(
+            f"`{name}` must have conversational prompts (lists of messages), got "
+            f"{type(dataset[0]['prompt']).__name__}. Use "
+            '[{"role": "user", "content": ...}].'
+        )
+
+
+def check_setup(trainer: Any) -> None:
+    """What is known only once TRL has set itself up."""
+    if trainer._is_vlm:
+        raise ValueError("Vision-language models are not supported: rollouts are text only.")
+    if trainer._dist.is_zero3 or trainer._dist.is_fsdp:
+        raise ValueError(
+            "Sharded learners (FSDP, DeepSpeed ZeRO-3) are not supported yet: the engine reads "
+            "whole tensors. Use DDP or one process."
+        )
+    is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
+    if not is_neutral:
+        trainer.accelerator.print(
+            "Warning: `top_p`, `top_k` or `min_p` cut off the distribution that is sampled from; "
+            "the engine's logprobs are of what is left, the learner's of all tokens."
+        )
