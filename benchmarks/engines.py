@@ -14,7 +14,6 @@ import torch
 from agent_vllm import Limits, VLLMRolloutEngine, rollout_batch
 from agent_vllm.engines.weight_sync import named_weights
 from benchmarks.figures import (
-    SHOWN,
     Figure,
     at_least,
     at_most,
@@ -54,12 +53,12 @@ def against_bare_generate(quick: bool) -> list[Figure]:
     note = f"{sum(prompts[2])} tokens; {medians(seconds)}"
     return [
         Figure(
-            id="B4", what="no tools: our rollouts / bare LLM.generate, tokens per second",
-            goal=at_least(0.97), values=ratios(seconds["bare"], seconds["ours"]), note=note,
+            id="B4", what="no tools, a seed a request: ours / bare LLM.generate, tokens per second",
+            goal=at_least(0.97), values=ratios(seconds["bare, seeded"], seconds["ours"]), note=note,
         ),
         Figure(
-            id="B4 seeded", what="the same, with a seed a request on both sides",
-            goal=SHOWN, values=ratios(seconds["bare, seeded"], seconds["ours"]),
+            id="B4 unseeded", what="the same, bare generate without seeds: not reproducible",
+            goal=at_least(0.97), values=ratios(seconds["bare"], seconds["ours"]),
         ),
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The benchmark command: its files have their shape, goals point the right way, failures are shown."""
+"""The benchmark command: its files have their shape, goals point the right way, failures show."""
 
 import json
 import os
