@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY GOMP_SPINCOUNT
 TRAIN := $(BIN)/python examples/train_tool_agent.py
 ARGS ?=
 
-.PHONY: train test lint lock install clean
+.PHONY: train test bench lint lock install clean
 
 train: export OMP_NUM_THREADS ?= 1
 train: install
@@ -27,6 +27,10 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: export OMP_NUM_THREADS ?= 1
+bench: install
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

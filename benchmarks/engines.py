@@ -1,9 +1,12 @@
 """B4, B5, B7 and B8: the engine beside bare vLLM, other engines, a memcpy and vLLM's defaults."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +14,6 @@ import torch
 from agent_vllm import Limits, VLLMRolloutEngine, rollout_batch
 from agent_vllm.engines.weight_sync import named_weights
 from benchmarks.figures import (
-    SHOWN,
     Figure,
     at_least,
     at_most,
@@ -51,12 +53,12 @@ def against_bare_generate(quick: bool) -> list[Figure]:
     note = f"{sum(prompts[2])} tokens; {medians(seconds)}"
     return [
         Figure(
-            id="B4", what="no tools: our rollouts / bare LLM.generate, tokens per second",
-            goal=at_least(0.97), values=ratios(seconds["bare"], seconds["ours"]), note=note,
+            id="B4", what="no tools, a seed a request: ours / bare LLM.generate, tokens per second",
+            goal=at_least(0.97), values=ratios(seconds["bare, seeded"], seconds["ours"]), note=note,
         ),
         Figure(
-            id="B4 seeded", what="the same, with a seed a request on both sides",
-            goal=SHOWN, values=ratios(seconds["bare, seeded"], seconds["ours"]),
+            id="B4 unseeded", what="the same, bare generate without seeds: not reproducible",
+            goal=at_least(0.97), values=ratios(seconds["bare"], seconds["ours"]),
         ),
     ]  # fmt: skip
 
@@ -299,6 +301,7 @@ def start_up(quick: bool) -> list[Figure]:
     sides: dict[str, Callable[[], float]] = {"ours": lambda: _fresh_process(_OURS, folder)}
     if not quick:
         sides["defaults"] = lambda: _fresh_process(_DEFAULTS, folder)
+        start_s = sides["defaults"]()  # fills vLLM's compile cache
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(1 if quick else 3):
         for name, start in sides.items():
@@ -316,7 +319,7 @@ def start_up(quick: bool) -> list[Figure]:
                 what="vLLM's defaults / ours, to the first token with logprobs",
                 goal=at_least(4),
                 values=ratios(seconds["defaults"], seconds["ours"]),
-                note="the defaults keep their compile cache between rounds; the first fills it",
+                note=f"with its compile cache filled; the first start took {start_s:.3g} s",
             )
         )
     return figures
@@ -330,9 +333,14 @@ def _fresh_process(code: str, folder: str) -> float:
         code,
         'if __name__ == "__main__": print("seconds", time.perf_counter() - start_s, flush=True)',
     ]
-    process = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
-    )
+    # The default size of the cache is nearly all of the machine's memory, which others may hold.
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.getcwd()}
+    with tempfile.TemporaryDirectory() as scripts:
+        script = Path(scripts) / "start.py"  # vLLM's own processes import it anew
+        script.write_text("\n".join(lines))
+        process = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env=environment
+        )
     found = [line.split()[1] for line in process.stdout.splitlines() if line.startswith("seconds ")]
     if not found:
         raise RuntimeError(f"A start failed: {process.stderr[-2000:]}")

@@ -8,7 +8,7 @@ from random import Random
 from agent_vllm import Completion, rollout_batch
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.testing import ScriptedRolloutEngine
-from benchmarks.figures import Figure, at_most, in_turns, ratios
+from benchmarks.figures import Figure, at_most, cpu_seconds_of, in_turns, ratios
 from benchmarks.work import LIMITS, NUM_TOOL_TURNS, Setup, conversations, lookup, setup
 
 
@@ -18,7 +18,9 @@ def host_time(quick: bool) -> list[Figure]:
     ours = setup()
     rollouts(ours, sizes[0])
     seconds = in_turns(
-        {str(size): lambda size=size: rollouts(ours, size) for size in sizes}, 1 if quick else 3
+        {str(size): lambda size=size: rollouts(ours, size) for size in sizes},
+        1 if quick else 3,
+        cpu_seconds_of,
     )
     per_turn = {
         name: [1000 * s / (int(name) * (NUM_TOOL_TURNS + 1)) for s in values]

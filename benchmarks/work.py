@@ -248,7 +248,15 @@ class _FixedLengths:
 
 
 class FixedLengthVLLM(_FixedLengths, VLLMRolloutEngine):
-    pass
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        add_request = self._stepper._llm.add_request
+
+        def add(request_id: str, prompt: Any, params: Any) -> str:
+            params.ignore_eos = True  # vLLM also ends on what the checkpoint's config names
+            return add_request(request_id, prompt, params)
+
+        self._stepper._llm.add_request = add
 
 
 class FixedLengthTorch(_FixedLengths, TorchRolloutEngine):

@@ -10,7 +10,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -103,6 +103,8 @@ class RolloutEngine(ABC):
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.policy_version = 0
         self._seeds = random.Random(seed)
+        # One int object an id: a fresh one for each sampled token would be 32 bytes.
+        self._shared_ids = list(range(vocab_size))
 
     @abstractmethod
     async def _sample(self, request: GenerationRequest) -> Completion:
@@ -165,8 +167,9 @@ class RolloutEngine(ABC):
             stop_strings=tuple(stop_strings),
         )
         completion = await self._sample(request)
-        _check_completion(completion, request)
-        return completion
+        _check_completion(completion, request, self.vocab_size)
+        shared_ids = [self._shared_ids[token] for token in completion.token_ids]
+        return replace(completion, token_ids=shared_ids)
 
     def next_seed(self) -> int:
         """A fresh seed from the engine's own stream, which its `seed` began."""
@@ -305,12 +308,15 @@ def ends_on_string(
     return any(string in text for string in strings)
 
 
-def _check_completion(completion: Completion, request: GenerationRequest) -> None:
+def _check_completion(completion: Completion, request: GenerationRequest, vocab_size: int) -> None:
     if len(completion.token_ids) > request.max_new_tokens:
         raise EngineError(
             f"The engine sampled {len(completion.token_ids)} tokens where {request.max_new_tokens} "
             "were asked for."
         )
+    ids = completion.token_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise EngineError(f"The engine sampled an id that is not below {vocab_size}.")
     for index, logprob in enumerate(completion.logprobs):
         if logprob is None or not math.isfinite(logprob):
             raise EngineError(

@@ -135,6 +135,13 @@ def _skip_rank_compilation() -> None:
     setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
 
 
+def _draw_seeded_noise_alone(llm: Any) -> None:
+    """vLLM's CPU path draws noise for all rows first; seeded rows, which all of ours are, draw anew."""
+    runner = llm.model_executor.driver_worker.model_runner
+    sampler = runner.sampler.topk_topp_sampler
+    sampler.forward = sampler.forward_native  # the same tokens for the same seeds
+
+
 class VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
@@ -145,6 +152,8 @@ class VLLMStepper:
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
+        if _on_cpu():
+            _draw_seeded_noise_alone(self._llm)
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
