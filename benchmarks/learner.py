@@ -1,5 +1,6 @@
 """What a trainer needs to be measured: data, settings, a reward, a clock. B11 is made of them."""
 
+import tempfile
 import time
 from random import Random
 from typing import Any
@@ -93,7 +94,7 @@ def old_logprobs(quick: bool) -> list[Figure]:
 def _learner_seconds(ours: Setup, old_logprobs: str, batch_size: int, num_steps: int) -> float:
     """Of one step, without rollout and sync; the first step warms up."""
     clock = Clock(["none"] * (num_steps + 1))
-    args = settings(batch_size, num_steps + 1, "/tmp/agent_vllm_bench")
+    args = settings(batch_size, num_steps + 1, tempfile.mkdtemp())
     trainer = AgentGRPOTrainer(
         **trainer_arguments(ours, batch_size),
         args=AgentGRPOConfig(**args, old_logprobs=old_logprobs, rollout_progress=False),
