@@ -7,6 +7,7 @@ import time
 
 import pytest
 from browser import browser, contrast, needs_chromium
+from fakes import sampled, trajectory
 from records import (
     EVIL,
     NUM_GROUPS,
@@ -15,12 +16,13 @@ from records import (
     hostile_record,
     long_records,
     read,
-    real_records,
     record,
+    record_real,
     write,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_vllm.inspect import RolloutRecorder, redact_secrets
 from agent_vllm.inspect.report import read_report
 from agent_vllm.inspect.view import write_report
 
@@ -57,8 +59,7 @@ def real(agent_path, tmp_path_factory):
     """A report of real rollouts: its address and its records."""
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
-    path = tmp_path_factory.mktemp("real") / "rollouts.jsonl"
-    write(path, real_records(model, tokenizer))
+    path = record_real(tmp_path_factory.mktemp("real"), model, tokenizer)
     return report_of(path), read(path)
 
 
@@ -114,13 +115,15 @@ def pick(records, wanted):
     return next(line for line in records.values() if wanted(line))
 
 
-def calls_a_tool(line):
-    return len(line["turn_outputs"]) > 1 and len(line["completion_ids"]) < 60
+def short_with_calls(records):
+    """The shortest in which a turn follows a call."""
+    lines = [line for line in records.values() if len(line["turn_outputs"]) > 1]
+    return min(lines, key=lambda line: len(line["completion_ids"]))
 
 
 def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
     address, records = real
-    line = pick(records, calls_a_tool)
+    line = short_with_calls(records)
     tab.open(address, view="tokens", id=line["id"])
     shown = [as_expected(token) for token in shown_tokens(tab)]
     assert shown == list(expected_tokens(line))
@@ -132,7 +135,7 @@ def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
 
 
 def test_the_comparison_notices_a_wrong_mask_and_a_wrong_number(tab, real, tmp_path):
-    line = pick(real[1], calls_a_tool)
+    line = short_with_calls(real[1])
     mask = [1 - bit for bit in line["completion_mask"][:1]] + line["completion_mask"][1:]
     other = {**line, "completion_mask": mask, "logprobs": [x - 1e-3 for x in line["logprobs"]]}
     tab.open(report_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
@@ -196,10 +199,20 @@ def test_every_token_has_the_level_of_its_figures(tab, tmp_path, key):
 
 def test_a_token_shows_its_details_under_the_pointer(tab, real):
     address, records = real
-    line = pick(records, calls_a_tool)
+    line = short_with_calls(records)
     tab.open(address, view="tokens", id=line["id"])
     tab.page.locator(".chunk .token").nth(3).hover()
     assert tab.texts("#token-details dd")[0] == str(line["prompt_ids"][3])
+
+
+def test_a_redacted_token_is_shown_as_such(tab, tmp_path):
+    path = tmp_path / "r.jsonl"
+    with RolloutRecorder(path, redact=redact_secrets("sk-1")) as recorder:
+        secret = [{"role": "user", "content": "sk-1"}]
+        recorder.write(trajectory([1], sampled(2), messages=secret, num_prompt_messages=1))
+    tab.open(report_of(path), view="tokens")
+    assert tab.texts(".chunk .token") == ["[redacted]"] * 2
+    assert [token["id"] for token in shown_tokens(tab)] == ["-1"] * 2
 
 
 # ---- list ----
@@ -280,6 +293,9 @@ def test_calls_stand_beside_their_results(tab, real):
     address, records = real
     line = pick(records, lambda line: len(line["tool_results"]) > 0)
     tab.open(address, view="chat", id=line["id"])
+    tab.page.get_by_text("Dataset row").click()
+    (answer,) = tab.texts(".messages + .fold dd, .part + .messages + .fold dd")
+    assert answer == str(line["row"]["answer"])
     results = [message["content"] for message in line["messages"] if message["role"] == "tool"]
     statuses = [result["status"] for result in line["tool_results"]]
     shown = shown_pairs(tab)
@@ -319,11 +335,9 @@ def test_reasoning_and_system_prompt_are_folded(tab, tmp_path):
 
 def test_a_group_shows_its_samples(tab, real):
     address, records = real
-    tab.open(address, view="group", id="train-1-5")
-    group = [
-        line for line in records.values() if line["id"] in {f"train-1-{i}" for i in range(4, 8)}
-    ]
-    assert len(group) == NUM_SAMPLES
+    tab.open(address, view="group", id="train-0-0-17")  # of the step's second rollout
+    group = [records[f"train-0-0-{i}"] for i in range(16, 20)]
+    assert {(line["rollout"], line["group"]) for line in group} == {(1, 4)}
     assert tab.texts(".sample .answer .text") == [
         [m["content"] for m in line["messages"] if m["role"] == "assistant"][-1] or "(no answer)"
         for line in group
@@ -334,10 +348,37 @@ def test_a_group_shows_its_samples(tab, real):
     assert shown == [pytest.approx(reward, rel=1e-3) for reward in rewards]
 
 
+def test_what_differs_in_its_key_stands_apart(tab, tmp_path):
+    """Rollouts and sessions are batches of their own; ranks too, but they may share a group."""
+    span = {"kind": "model", "name": "turn", "start_s": 0, "end_s": 1}
+    keys = [{}, {"rollout": 1}, {"rank": 1}, {"session": 2}, {"mode": "eval"}, {"step": 1}]
+    lines = [
+        record(f"t{i}-{j}", generation=j, spans=[span], **key)
+        for i, key in enumerate(keys)
+        for j in range(2)
+    ]
+    address = report_of(write(tmp_path / "r.jsonl", lines))
+    numbers = []
+    for i in range(len(keys)):
+        tab.open(address, view="timeline", id=f"t{i}-0")
+        num_lines = tab.page.locator(".line").count()
+        tab.open(address, view="group", id=f"t{i}-0")
+        numbers.append((num_lines, tab.page.locator(".sample").count()))
+    assert numbers == [(2, 4), (2, 2), (2, 4), (2, 2), (2, 2), (2, 2)]
+    assert set(tab.texts(".row-place")) == {
+        f"{batch}group 0, sample {sample}"
+        for sample in range(2)
+        for batch in (
+            "Step 0, train · ", "Step 0, train, rollout 1 · ", "Step 0, train · rank 1, ",
+            "Step 0, train, session 2 · ", "Step 0, eval · ", "Step 1, train · ",
+        )
+    }  # fmt: skip
+
+
 def test_the_timeline_marks_what_bounds_the_batch(tab, real):
     address, records = real
-    tab.open(address, view="timeline", id="train-0-0")
-    batch = {i: line for i, line in records.items() if i.startswith("train-0-")}
+    tab.open(address, view="timeline", id="train-0-0-0")
+    batch = {f"train-0-0-{i}": records[f"train-0-0-{i}"] for i in range(NUM_GROUPS * NUM_SAMPLES)}
     ends = {i: max(span["end_s"] for span in line["spans"]) for i, line in batch.items()}
     assert tab.page.locator(".line").count() == NUM_GROUPS * NUM_SAMPLES
     assert tab.page.locator(".bar").count() == sum(len(line["spans"]) for line in batch.values())
@@ -399,7 +440,7 @@ def test_keys_do_what_the_help_says(tab, real):
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_focus_is_seen_wherever_tab_leads(tab, real, view):
-    tab.open(real[0], view=view, id="train-0-0")
+    tab.open(real[0], view=view, id="train-0-0-0")
     outlined = """() => {
       const style = getComputedStyle(document.activeElement);
       return [document.activeElement === document.body, style.outlineStyle, style.outlineWidth];
