@@ -116,7 +116,9 @@ AMENDMENT = {"schema": 2, "amends": "t0", "session": 1, "advantage": 1.0}
         (record("t0"), ":2 has id 't0', which line 1 has too."),
         (record("t1", messages=[3]), ":2: `messages` must be a list of messages"),
         (record("t1", prompt_ids=[2**31]), "Record t1 can't be shown: "),
-        (record("t1", rewards={"a": 10**400}), "Record t1 can't be shown: "),
+        (record("t1", rewards={"a": 10**400}), "Record t1 can't be shown: OverflowError"),
+        (record("t1", messages=[{"tool_calls": [3]}]), "Record t1 can't be shown: AttributeError"),
+        (record("t1", messages=[{"tool_calls": 3}]), "Record t1 can't be shown: TypeError"),
     ],
 )
 def test_what_comes_before_a_wrong_line_is_shown(path, line, note):

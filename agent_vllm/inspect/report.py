@@ -23,7 +23,6 @@ from agent_vllm.inspect.read import read_rollouts
 from agent_vllm.inspect.schema import RolloutRecord
 
 _PREVIEW_CHARS = 160
-_MAX_NOTES = 20
 _AS_RECORDED = (
     "id",
     "session",
@@ -118,8 +117,9 @@ def to_json(value: Any) -> str:
 def _shown(record: RolloutRecord) -> Shown:
     try:
         return _row(record), _body(record)
-    except (OverflowError, RecursionError) as error:
-        raise RecordError(f"Record {record['id']} can't be shown: {error}.") from error
+    except (AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # calls of a message that are no objects; numbers too large, values nested too deep
+        raise RecordError(f"Record {record['id']} can't be shown: {error!r}.") from error
 
 
 def _row(record: RolloutRecord) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
         **{name: _number(record[name]) for name in ("temperature", "advantage", "time")},
         "seed": _text(record["seed"]),
         "rewards": rewards,
-        "reward": sum(known) if known else None,
+        "reward": _number(sum(known)) if known else None,
         "num_turns": len(answers),
         "num_calls": statuses.total(),
         "num_failed": statuses["failed"],
@@ -259,9 +259,6 @@ class _Steps:
 
 
 def _note_what_is_left_out(report: Report) -> None:
-    if len(report.notes) > _MAX_NOTES:
-        num_more = len(report.notes) - _MAX_NOTES
-        report.notes[_MAX_NOTES:] = [f"And {num_more} more notes like these."]
     num_left_out = report.num_trajectories - len(report.rows)
     if num_left_out:
         report.notes.append(

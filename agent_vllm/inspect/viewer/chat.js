@@ -9,14 +9,18 @@ function chatView(row, body) {
     row.error && el("p", { class: "problem" }, el("b", {}, "The engine failed: "), readable(row.error)),
     el("h3", { class: "part" }, "Prompt"),
     exchanges(body.prompt, [], []),
-    folded("Dataset row", el("dl", { class: "fields-table" }, Object.entries(body.row).map(([name, value]) =>
-      fact(readableLine(name), value === null ? NOT_KNOWN : textBlock(value))))),
+    datasetRow(Object.entries(body.row)),
     el("h3", { class: "part" }, "Rollout"),
     body.completion.length
       ? exchanges(body.completion, body.turn_outputs, body.tool_results)
       : el("p", { class: "muted" }, "The model was never asked."),
     el("p", { class: "ending" }, stopBadge(row.stop_reason), ` after ${counted(row.num_turns, "turn")}`),
   ];
+}
+
+function datasetRow(columns) {
+  const facts = columns.map(([name, value]) => fact(readableLine(name), value === null ? NOT_KNOWN : textBlock(value)));
+  return facts.length > 0 && folded("Dataset row", el("dl", { class: "fields-table" }, facts));
 }
 
 function trajectoryHeader(row) {
