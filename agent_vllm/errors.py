@@ -44,5 +44,9 @@ class RecordError(AgentVLLMError, ValueError):
     """A file of recorded rollouts can't be read, joined or replayed; names the file and line."""
 
 
+class EmptyRecordError(RecordError):
+    """The file holds no recorded trajectory; a run that goes on may not have written one yet."""
+
+
 class ToolServerError(AgentVLLMError, ConnectionError):
     """A tool server can't be started or reached, or what it says is no MCP; says which."""

@@ -13,7 +13,7 @@ import importlib.util
 import pytest
 from browser import browser
 from fakes import chatml_tokenizer
-from records import read, real_records, report_of, write
+from records import read, record_real, report_of
 from tiny_agent import tiny_agent_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,6 +91,5 @@ def real(agent_path, tmp_path_factory):
     """A report of real rollouts: its address and its records."""
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
-    path = tmp_path_factory.mktemp("real") / "rollouts.jsonl"
-    write(path, real_records(model, tokenizer))
+    path = record_real(tmp_path_factory.mktemp("real"), model, tokenizer)
     return report_of(path), read(path)

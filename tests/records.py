@@ -4,15 +4,18 @@ import json
 import random
 
 import torch
+from fakes import observed, sampled, trajectory
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
 
 from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, rollout_batch
-from agent_vllm.inspect.record import trajectory_record
+from agent_vllm.inspect import RolloutRecorder, read_rollouts
 from agent_vllm.inspect.view import write_report
 from agent_vllm.logprobs import predicted_logprobs
+from trl_integration.recording import RecordedRollout, TrainingRecord
 
 TOOLS = [calculator, get_weather, get_price]
 NUM_GROUPS, NUM_SAMPLES = 3, 4
+ROLLOUTS = ((0, "train"), (0, "train"), (1, "train"), (1, "eval"))
 
 
 def write(path, lines):
@@ -24,9 +27,8 @@ def write(path, lines):
 
 
 def read(path):
-    """Records by id, amendments left out."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return {line["id"]: line for line in lines if "id" in line}
+    """Records by id."""
+    return {record["id"]: record for record in read_rollouts(path)}
 
 
 def report_of(path):
@@ -39,33 +41,32 @@ def pick(records, wanted):
     return next(line for line in records.values() if wanted(line))
 
 
-def calls_a_tool(line):
-    return len(line["turn_outputs"]) > 1 and len(line["completion_ids"]) < 60
+def short_with_calls(records):
+    """The shortest in which a turn follows a call."""
+    lines = [line for line in records.values() if len(line["turn_outputs"]) > 1]
+    return min(lines, key=lambda line: len(line["completion_ids"]))
 
 
 def record(record_id="t0", **fields):
-    """A trajectory with a turn that calls a tool, its result and an answer."""
+    """A trajectory with a turn that calls a tool, its result and an answer; `fields` differ."""
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1, "b": 2})]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    segments = [sampled(3, 4), observed(5), sampled(6, 7)]
+    with RolloutRecorder("/dev/null") as recorder:
+        written = recorder._record(trajectory([1, 2], *segments), {})
     return {
-        "schema": 2,
+        **written,
         "id": record_id,
-        "step": 0,
         "mode": "train",
-        "group": 0,
-        "generation": 0,
         "rewards": {"right": 1.0},
         "advantage": 0.5,
         "trained": True,
-        "stop_reason": "answered",
-        "messages": [
-            {"role": "user", "content": "1 + 2?"},
-            {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1, "b": 2})]},
-            {"role": "tool", "name": "add", "content": "3"},
-            {"role": "assistant", "content": "It is 3."},
-        ],
+        "messages": messages,
         "num_prompt_messages": 1,
-        "prompt_ids": [1, 2],
-        "completion_ids": [3, 4, 5, 6, 7],
-        "completion_mask": [1, 1, 0, 1, 1],  # call, end, result, answer, end
         "logprobs": [-0.5, -0.25, 0.0, -2.0, -0.125],
         "token_texts": {str(i): f"t{i} " for i in range(1, 8)},
         "turn_outputs": ["<call>", "It is 3."],
@@ -81,51 +82,63 @@ def call(name, arguments):
 # ---- real ones ----
 
 
-def real_records(model, tokenizer):
-    """Two train steps and an evaluation of the tiny agent, with the learner's own logprobs."""
+def record_real(folder, model, tokenizer):
+    """As a trainer records: two rollouts of a step, one of the next, an evaluation. The file."""
+    record = TrainingRecord(folder, 0, tokenizer, None)
     with TorchRolloutEngine(model, tokenizer) as engine:
-        for step, mode in ((0, "train"), (1, "train"), (1, "eval")):
-            rows = make_tasks("train", NUM_GROUPS, seed=step, kinds=SMALL_KINDS)
+        chat = ChatFormat.from_tokenizer(tokenizer)
+        for seed, (step, mode) in enumerate(ROLLOUTS):
+            rows = make_tasks("train", NUM_GROUPS, seed=seed, kinds=SMALL_KINDS)
             trajectories = rollout_batch(
                 engine,
-                ChatFormat.from_tokenizer(tokenizer),
+                chat,
                 [row["prompt"] for row in rows],
                 [TOOLS] * NUM_GROUPS,
                 num_generations=NUM_SAMPLES,
                 limits=Limits(max_turns=3, max_completion_tokens=90),
                 temperature=1.3,
-                seed=step,
+                seed=seed,
             )
-            for i, trajectory in enumerate(trajectories):
-                yield _real_record(trajectory, i, step, mode, model, tokenizer)
+            learner = _learner_logprobs(model, trajectories)
+            rollout = _recorded_rollout(trajectories, rows, step, mode, seed)
+            if mode == "eval":
+                record.write(rollout, learner)
+            else:
+                record.amend(mode, record.write(rollout), learner)
+    record.close()
+    return folder / "rollouts.jsonl"
 
 
-def _real_record(trajectory, i, step, mode, model, tokenizer):
-    ids = trajectory.prompt_ids + trajectory.completion_ids
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([ids])).logits
-    learner = predicted_logprobs(logits, torch.tensor([ids]), temperature=1.3)[0].tolist()
-    learner = learner[len(trajectory.prompt_ids) - 1 :]
-    pairs = zip(learner, trajectory.completion_mask, strict=True)
-    return {
-        **trajectory_record(trajectory),
-        "schema": 2,
-        "id": f"{mode}-{step}-{i}",
-        "step": step,
-        "mode": mode,
-        "rank": 0,
-        "group": i // NUM_SAMPLES,
-        "generation": i % NUM_SAMPLES,
-        "seed": 5 + i,
-        "temperature": 1.3,
-        "tools": [tool.__name__ for tool in TOOLS],
-        "rewards": {"short": 1.0 / len(trajectory.completion_ids), "turns": trajectory.num_turns},
-        "advantage": (-1) ** i * 0.75 * (i % 3),
-        "trained": mode == "train",
-        "learner_logprobs": [value if bit else None for value, bit in pairs],
-        "token_texts": {str(token): tokenizer.decode([token]) for token in set(ids)},
-        "time": 1.0 * i,
-    }
+def _learner_logprobs(model, trajectories):
+    """`[B, C]`, as the trainer has them."""
+    rows = []
+    for t in trajectories:
+        ids = torch.tensor([t.prompt_ids + t.completion_ids])
+        with torch.no_grad():
+            logits = model.eval()(ids).logits
+        rows.append(predicted_logprobs(logits, ids, temperature=1.3)[0, len(t.prompt_ids) - 1 :])
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _recorded_rollout(trajectories, rows, step, mode, seed):
+    samples = range(len(trajectories))
+    return RecordedRollout(
+        trajectories=trajectories,
+        rows=[{"answer": rows[i // NUM_SAMPLES]["answer"]} for i in samples],
+        tools=[[tool.__name__ for tool in TOOLS]] * len(samples),
+        rewards=[{"short": 1 / len(t.completion_ids), "turns": t.num_turns} for t in trajectories],
+        advantages=[(-1) ** i * 0.75 * (i % 3) for i in samples],
+        trained=[mode == "train"] * len(samples),
+        mode=mode,
+        step=step,
+        rank=0,
+        num_generations=NUM_SAMPLES,
+        num_processes=1,
+        seed=seed,
+        started=1.0,
+        temperature=1.3,
+        max_model_len=512,
+    )
 
 
 # ---- hostile ones ----
@@ -138,16 +151,16 @@ EVIL = (
 
 
 def hostile_record(record_id):
-    """The same text in every field that is text, and numbers that JSON does not have."""
+    """The same text in every field that takes any, and numbers that JSON does not have."""
     message = {"role": EVIL, "name": EVIL, "content": EVIL, "reasoning_content": EVIL}
     turn = {**message, "role": "assistant", "tool_calls": [call(EVIL, {EVIL: 2**70})]}
     return record(
         record_id,
         mode=EVIL,
-        stop_reason=EVIL,
         error=EVIL,
         seed=2**70,
-        time=EVIL,
+        time=1e300,
+        row={EVIL: EVIL, "__proto__": [EVIL]},
         tools=[EVIL],
         rewards={EVIL: float("nan"), "__proto__": 1.0},
         messages=[message, {**message, "role": "user"}, turn, {**message, "role": "tool"}],
@@ -155,7 +168,7 @@ def hostile_record(record_id):
         token_texts={"1": EVIL, "2": "\ud83d", "3": "", "4": "\n\t ", "5": "\u202e"},
         turn_outputs=[EVIL * 2],
         tool_results=[{"name": EVIL, "content": EVIL, "status": "constructor"}],
-        spans=[{"kind": EVIL, "name": EVIL, "start_s": 0.0, "end_s": 1.0}],
+        spans=[{"kind": "tool", "name": EVIL, "start_s": 0.0, "end_s": 1.0}],
     )
 
 

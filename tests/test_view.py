@@ -1,6 +1,7 @@
 """The viewer's page in a real browser: list, views, keys, themes, a large record."""
 
 import itertools
+import re
 import statistics
 import time
 
@@ -103,6 +104,9 @@ def test_calls_stand_beside_their_results(tab, real):
     address, records = real
     line = pick(records, lambda line: len(line["tool_results"]) > 0)
     tab.open(address, view="chat", id=line["id"])
+    tab.page.get_by_text("Dataset row").click()
+    (answer,) = tab.texts(".messages + .fold dd, .part + .messages + .fold dd")
+    assert answer == str(line["row"]["answer"])
     results = [message["content"] for message in line["messages"] if message["role"] == "tool"]
     statuses = [result["status"] for result in line["tool_results"]]
     shown = shown_pairs(tab)
@@ -140,27 +144,58 @@ def test_reasoning_and_system_prompt_are_folded(tab, tmp_path):
     assert tab.page.get_by_text("Let me think.").is_visible()
 
 
+def controls_named(text):
+    """What an untrained model writes holds control characters, which the page spells out."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda match: f"U+{ord(match[0]):04X}", text)
+
+
 def test_a_group_shows_its_samples(tab, real):
     address, records = real
-    tab.open(address, view="group", id="train-1-5")
-    group = [
-        line for line in records.values() if line["id"] in {f"train-1-{i}" for i in range(4, 8)}
-    ]
-    assert len(group) == NUM_SAMPLES
-    assert tab.texts(".sample .answer .text") == [
+    tab.open(address, view="group", id="train-0-0-17")  # of the step's second rollout
+    group = [records[f"train-0-0-{i}"] for i in range(16, 20)]
+    assert {(line["rollout"], line["group"]) for line in group} == {(1, 4)}
+    answers = [
         [m["content"] for m in line["messages"] if m["role"] == "assistant"][-1] or "(no answer)"
         for line in group
     ]
+    assert tab.texts(".sample .answer .text") == list(map(controls_named, answers))
     assert tab.texts(".sample[aria-current] h3 button") == ["Sample 1"]
     rewards = [sum(line["rewards"].values()) for line in group]
     shown = [float(text) for text in tab.texts(".sample .facts > div:first-child dd")]
     assert shown == [pytest.approx(reward, rel=1e-3) for reward in rewards]
 
 
+def test_what_differs_in_its_key_stands_apart(tab, tmp_path):
+    """Rollouts and sessions are batches of their own; ranks too, but they may share a group."""
+    span = {"kind": "model", "name": "turn", "start_s": 0, "end_s": 1}
+    keys = [{}, {"rollout": 1}, {"rank": 1}, {"session": 2}, {"mode": "eval"}, {"step": 1}]
+    lines = [
+        record(f"t{i}-{j}", generation=j, spans=[span], **key)
+        for i, key in enumerate(keys)
+        for j in range(2)
+    ]
+    address = report_of(write(tmp_path / "r.jsonl", lines))
+    numbers = []
+    for i in range(len(keys)):
+        tab.open(address, view="timeline", id=f"t{i}-0")
+        num_lines = tab.page.locator(".line").count()
+        tab.open(address, view="group", id=f"t{i}-0")
+        numbers.append((num_lines, tab.page.locator(".sample").count()))
+    assert numbers == [(2, 4), (2, 2), (2, 4), (2, 2), (2, 2), (2, 2)]
+    assert set(tab.texts(".row-place")) == {
+        f"{batch}group 0, sample {sample}"
+        for sample in range(2)
+        for batch in (
+            "Step 0, train · ", "Step 0, train, rollout 1 · ", "Step 0, train · rank 1, ",
+            "Step 0, train, session 2 · ", "Step 0, eval · ", "Step 1, train · ",
+        )
+    }  # fmt: skip
+
+
 def test_the_timeline_marks_what_bounds_the_batch(tab, real):
     address, records = real
-    tab.open(address, view="timeline", id="train-0-0")
-    batch = {i: line for i, line in records.items() if i.startswith("train-0-")}
+    tab.open(address, view="timeline", id="train-0-0-0")
+    batch = {f"train-0-0-{i}": records[f"train-0-0-{i}"] for i in range(NUM_GROUPS * NUM_SAMPLES)}
     ends = {i: max(span["end_s"] for span in line["spans"]) for i, line in batch.items()}
     assert tab.page.locator(".line").count() == NUM_GROUPS * NUM_SAMPLES
     assert tab.page.locator(".bar").count() == sum(len(line["spans"]) for line in batch.values())
@@ -222,7 +257,7 @@ def test_keys_do_what_the_help_says(tab, real):
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_focus_is_seen_wherever_tab_leads(tab, real, view):
-    tab.open(real[0], view=view, id="train-0-0")
+    tab.open(real[0], view=view, id="train-0-0-0")
     outlined = """() => {
       const style = getComputedStyle(document.activeElement);
       return [document.activeElement === document.body, style.outlineStyle, style.outlineWidth];

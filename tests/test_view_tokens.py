@@ -4,7 +4,10 @@ import math
 
 import pytest
 from browser import VIEWS, needs_chromium
-from records import EVIL, calls_a_tool, hostile_record, pick, record, report_of, write
+from fakes import sampled, trajectory
+from records import EVIL, hostile_record, record, report_of, short_with_calls, write
+
+from agent_vllm.inspect import RolloutRecorder, redact_secrets
 
 pytestmark = needs_chromium
 
@@ -50,7 +53,7 @@ def as_expected(shown):
 
 def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
     address, records = real
-    line = pick(records, calls_a_tool)
+    line = short_with_calls(records)
     tab.open(address, view="tokens", id=line["id"])
     shown = [as_expected(token) for token in shown_tokens(tab)]
     assert shown == list(expected_tokens(line))
@@ -62,7 +65,7 @@ def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
 
 
 def test_the_comparison_notices_a_wrong_mask_and_a_wrong_number(tab, real, tmp_path):
-    line = pick(real[1], calls_a_tool)
+    line = short_with_calls(real[1])
     mask = [1 - bit for bit in line["completion_mask"][:1]] + line["completion_mask"][1:]
     other = {**line, "completion_mask": mask, "logprobs": [x - 1e-3 for x in line["logprobs"]]}
     tab.open(report_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
@@ -126,7 +129,7 @@ def test_every_token_has_the_level_of_its_figures(tab, tmp_path, key):
 
 def test_a_token_shows_its_details_under_the_pointer(tab, real):
     address, records = real
-    line = pick(records, calls_a_tool)
+    line = short_with_calls(records)
     tab.open(address, view="tokens", id=line["id"])
     tab.page.locator(".chunk .token").nth(3).hover()
     assert tab.texts("#token-details dd")[0] == str(line["prompt_ids"][3])
@@ -189,3 +192,13 @@ def test_the_policy_lets_nothing_else_run(tab, hostile):
     assert len(tab.problems) >= 3
     assert all("Content Security Policy" in problem for problem in tab.problems)
     tab.problems.clear()
+
+
+def test_a_redacted_token_is_shown_as_such(tab, tmp_path):
+    path = tmp_path / "r.jsonl"
+    with RolloutRecorder(path, redact=redact_secrets("sk-1")) as recorder:
+        secret = [{"role": "user", "content": "sk-1"}]
+        recorder.write(trajectory([1], sampled(2), messages=secret, num_prompt_messages=1))
+    tab.open(report_of(path), view="tokens")
+    assert tab.texts(".chunk .token") == ["[redacted]"] * 2
+    assert [token["id"] for token in shown_tokens(tab)] == ["-1"] * 2

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agent_vllm.errors import EmptyRecordError
 from agent_vllm.inspect.read import read_rollouts
 from agent_vllm.inspect.schema import RolloutRecord, check_record, to_json
 
@@ -64,7 +65,7 @@ def read_parquet(path: Path) -> Iterator[RolloutRecord]:
     """What `write_parquet` was given.
 
     Raises:
-        RecordError: the file holds something else.
+        RecordError: the file holds something else, or nothing.
     """
     from pyarrow import parquet
 
@@ -75,6 +76,8 @@ def read_parquet(path: Path) -> Iterator[RolloutRecord]:
                 number += 1
                 texts = {name: json.loads(row[name]) for name in _AS_JSON if name in row}
                 yield check_record(row | texts, f"{path}, row {number}")
+    if number == 0:
+        raise EmptyRecordError(f"{path} holds no recorded trajectory.")
 
 
 def _rows(source: str) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
-from agent_vllm.errors import RecordError
+from agent_vllm.errors import EmptyRecordError, RecordError
 from agent_vllm.inspect.schema import SCHEMA_VERSION, RolloutRecord, check_record
 from agent_vllm.types import Segment, Span, StopReason, ToolResult, Trajectory
 
@@ -28,7 +28,8 @@ def read_rollouts(path: str | Path) -> Iterator[RolloutRecord]:
 
     Raises:
         FileNotFoundError: no such file.
-        RecordError: no record, another schema, or a field that is missing or wrong; names the line.
+        EmptyRecordError: no trajectory.
+        RecordError: another schema, or a field that is missing or wrong; names the line.
     """
     path = Path(path)
     if not path.exists():
@@ -107,11 +108,12 @@ def _segments(record: RolloutRecord) -> list[Segment]:
 def _read_lines(path: Path) -> Iterator[RolloutRecord]:
     amendments = _Amendments(path)
     lines_of: dict[str, int] = {}
-    for number, _, line in _values(path):
+    for number, line in _numbered(path):
         where = f"{path}:{number}"
-        if "amends" in line:
+        value = _value(line, where)
+        if value is None or "amends" in value:
             continue
-        record = check_record(line | amendments.of(line.get("id")), where)
+        record = check_record(value | amendments.of(value.get("id")), where)
         if record["id"] in lines_of:
             raise RecordError(
                 f"{where} has id {record['id']!r}, which line {lines_of[record['id']]} has too. "
@@ -120,18 +122,22 @@ def _read_lines(path: Path) -> Iterator[RolloutRecord]:
         lines_of[record["id"]] = number
         yield record
     if not lines_of:
-        raise RecordError(f"{path} holds no recorded trajectory. Did the run get to a rollout?")
+        raise EmptyRecordError(
+            f"{path} holds no recorded trajectory. Did the run get to a rollout?"
+        )
 
 
 class _Amendments:
-    """Where in the file which record is amended."""
+    """Where in the file which record is amended; a wrong line is named when its turn comes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offsets: dict[str, list[int]] = {}
-        for _, offset, line in _values(path, only_with=b'"amends"'):
-            if "amends" in line:
-                self._offsets.setdefault(str(line["amends"]), []).append(offset)
+        offset = 0
+        for _, line in _numbered(path):
+            if b'"amends"' in line and (amended := _amended(line)) is not None:
+                self._offsets.setdefault(amended, []).append(offset)
+            offset += len(line)
 
     def of(self, record_id: Any) -> dict[str, Any]:
         offsets = self._offsets.get(str(record_id), ())
@@ -144,23 +150,27 @@ class _Amendments:
         return {k: v for k, v in joined.items() if k not in ("schema", "amends", "session")}
 
 
-def _values(path: Path, only_with: bytes = b"") -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Number, offset and value of each whole line that holds `only_with`."""
-    offset = 0
+def _amended(line: bytes) -> str | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_amendment = isinstance(value, dict) and value.get("schema") == SCHEMA_VERSION
+    return str(value["amends"]) if is_amendment and "amends" in value else None
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if only_with in line and (value := _value(line, f"{path}:{number}")) is not None:
-                yield number, offset, value
-            offset += len(line)
+        yield from enumerate(file, start=1)
 
 
 def _value(line: bytes, where: str) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             warnings.warn(
-                f"{where} is cut off, as by a run that was killed; it is skipped.", stacklevel=4
+                f"{where} is cut off, as by a run that was killed; it is skipped.", stacklevel=3
             )
             return None
         raise RecordError(f"{where} is not JSON: {error}") from error

@@ -10,21 +10,38 @@ import json
 import math
 import statistics
 import sys
+import warnings
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 2
+from agent_vllm.errors import RecordError
+from agent_vllm.inspect.read import read_rollouts
+from agent_vllm.inspect.schema import RolloutRecord
 
 _PREVIEW_CHARS = 160
-_REQUIRED = ("id", "messages", "prompt_ids", "completion_ids", "completion_mask", "logprobs")
-_COLUMNS = ("completion_ids", "completion_mask", "logprobs", "learner_logprobs")
-_MAX_NOTES = 20
+_AS_RECORDED = (
+    "id",
+    "session",
+    "mode",
+    "step",
+    "rank",
+    "rollout",
+    "group",
+    "generation",
+    "tools",
+    "trained",
+    "stop_reason",
+    "error",
+    "thinking",
+    "policy_versions",
+)
 
-Record = Mapping[str, Any]
+Message = Mapping[str, Any]
+Shown = tuple[dict[str, Any], dict[str, Any]]  # row, body
 
 
 @dataclass
@@ -59,66 +76,34 @@ class Report:
 
 
 def read_report(path: Path, limit: int) -> Report:
-    """The report of a record's newest `limit` trajectories; the file is read line by line.
+    """The report of a record's newest `limit` trajectories; one at a time is read.
+
+    What is wrong behind the first trajectory is a note, and the report ends there.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: the file is no record of rollouts, or of another schema.
+        EmptyRecordError: the file holds no trajectory.
+        RecordError: the file is no record of rollouts, or of another schema.
     """
     report = Report(name=path.name)
-    kept: deque[_Entry] = deque(maxlen=limit)
-    by_id: dict[str, _Entry] = {}
+    kept: deque[Shown] = deque(maxlen=limit)
     steps = _Steps()
-    try:
-        for record in read_rollouts(path, report.notes):
-            if "amends" in record:
-                _amend(by_id.get(record["amends"]), record, report.notes)
-            elif (entry := _entry(record, by_id, report.notes)) is not None:
-                steps.add(entry.row)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        try:
+            for record in read_rollouts(path):
+                kept.append(_shown(record))
+                steps.add(kept[-1][0])
                 report.num_trajectories += 1
-                if len(kept) == limit:
-                    del by_id[kept[0].row["id"]]
-                kept.append(entry)
-                by_id[entry.row["id"]] = entry
-    except ValueError as error:
-        if not kept:
-            raise
-        report.notes.append(f"Read up to here: {error}")
-    report.rows = [entry.row for entry in kept]
-    report.bodies = {entry.row["id"]: to_json(entry.body) for entry in kept}
+        except ValueError as error:
+            if not kept:
+                raise
+            report.notes.append(f"Read up to here: {error}")
+    report.notes += [str(warning.message) for warning in warned]
+    report.rows = [row for row, _ in kept]
+    report.bodies = {row["id"]: to_json(body) for row, body in kept}
     report.steps = steps.figures()
     _note_what_is_left_out(report)
     return report
-
-
-def read_rollouts(path: Path, notes: list[str]) -> Iterator[Record]:
-    """The record's lines, one at a time; a line that is not whole is noted and left out.
-
-    Raises:
-        ValueError: a line of another schema; names it.
-    """
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if number == 1 and not line.startswith("{"):
-                    raise ValueError(f"{path} is no record of rollouts: {error}.") from error
-                notes.append(
-                    f"Line {number} is not whole JSON and is left out: the run was stopped there, "
-                    "or is still writing it."
-                )
-                continue
-            if not isinstance(record, dict) or "schema" not in record:
-                raise ValueError(f"{path}:{number} is no recorded rollout: it names no schema.")
-            if record["schema"] != SCHEMA_VERSION:
-                raise ValueError(
-                    f"{path}:{number} has schema {record['schema']!r}, this version reads "
-                    f"{SCHEMA_VERSION}. Use the version that wrote it."
-                )
-            yield record
 
 
 def to_json(value: Any) -> str:
@@ -129,135 +114,73 @@ def to_json(value: Any) -> str:
 # ---- one trajectory ----
 
 
-class _Entry:
-    """A trajectory's row and body; the learner's logprobs may come later."""
-
-    def __init__(self, record: Record) -> None:
-        self.row = _row(record)
-        self.body = _body(record)
-
-    def amend(self, learner_logprobs: Sequence[float | None]) -> None:
-        self.body["learner_logprobs"] = _floats(learner_logprobs)
+def _shown(record: RolloutRecord) -> Shown:
+    try:
+        return _row(record), _body(record)
+    except (AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # calls of a message that are no objects; numbers too large, values nested too deep
+        raise RecordError(f"Record {record['id']} can't be shown: {error!r}.") from error
 
 
-def _entry(record: Record, known: Mapping[str, object], notes: list[str]) -> _Entry | None:
-    """None, and a note, where the record does not hold together."""
-    problem = _problem_with(record, known)
-    if problem is None:
-        try:
-            return _Entry(record)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            problem = f"Trajectory {record['id']} is left out: {error!r}."
-    notes.append(problem)
-    return None
-
-
-def _problem_with(record: Record, known: Mapping[str, object]) -> str | None:
-    missing = [name for name in _REQUIRED if record.get(name) is None]
-    if missing:
-        return f"A trajectory without {', '.join(missing)} is left out."
-    if record["id"] in known:
-        return f"A second trajectory {record['id']} is left out."
-    lengths = {name: len(record[name]) for name in _COLUMNS if record.get(name) is not None}
-    if len(set(lengths.values())) == 1:
-        return None
-    listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-    return f"Trajectory {record['id']} is left out: its columns differ in length ({listed})."
-
-
-def _amend(entry: _Entry | None, record: Record, notes: list[str]) -> None:
-    """Later fields of an earlier trajectory; one that is not kept any more needs none."""
-    learner_logprobs = record.get("learner_logprobs")
-    if entry is None or learner_logprobs is None:
-        return
-    if len(learner_logprobs) != entry.row["num_completion_tokens"]:
-        notes.append(
-            f"The learner's logprobs of trajectory {entry.row['id']} are left out: "
-            f"{len(learner_logprobs)} for {entry.row['num_completion_tokens']} tokens."
-        )
-        return
-    entry.amend(learner_logprobs)
-
-
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: RolloutRecord) -> dict[str, Any]:
     """What the list, the timeline and the charts need."""
     prompt, completion = _split(record)
-    statuses = Counter(result.get("status") for result in record.get("tool_results") or [])
-    rewards = {name: _number(value) for name, value in (record.get("rewards") or {}).items()}
+    statuses = Counter(result["status"] for result in record["tool_results"])
+    rewards = {name: _number(value) for name, value in record["rewards"].items()}
     known = [value for value in rewards.values() if value is not None]
     asked = [message for message in prompt if message.get("role") == "user"]
     answers = [message for message in completion if message.get("role") == "assistant"]
     return {
-        "id": str(record["id"]),
-        "step": _number(record.get("step")),
-        "mode": record.get("mode"),
-        "rank": _number(record.get("rank")),
-        "session": _number(record.get("session")) or 1,
-        "rollout": _number(record.get("rollout")) or 0,
-        "group": _number(record.get("group")),
-        "generation": _number(record.get("generation")),
-        "seed": _text(record.get("seed")),
-        "temperature": _number(record.get("temperature")),
-        "tools": [str(name) for name in record.get("tools") or []],
+        **{name: record[name] for name in _AS_RECORDED},
+        **{name: _number(record[name]) for name in ("temperature", "advantage", "time")},
+        "seed": _text(record["seed"]),
         "rewards": rewards,
-        "reward": sum(known) if known else None,
-        "advantage": _number(record.get("advantage")),
-        "trained": record.get("trained"),
-        "stop_reason": record.get("stop_reason") or "unknown",
-        "error": _text(record.get("error")),
-        "thinking": record.get("thinking"),
-        "policy_versions": record.get("policy_versions") or [],
-        "time": _text(record.get("time")),
+        "reward": _number(sum(known)) if known else None,
         "num_turns": len(answers),
-        "num_calls": sum(statuses.values()),
+        "num_calls": statuses.total(),
         "num_failed": statuses["failed"],
         "num_invalid": statuses["invalid"],
         "num_prompt_tokens": len(record["prompt_ids"]),
         "num_completion_tokens": len(record["completion_ids"]),
         "num_sampled_tokens": sum(record["completion_mask"]),
         "spans": [
-            [span["kind"], _text(span["name"]), _number(span["start_s"]), _number(span["end_s"])]
-            for span in record.get("spans") or []
+            [span["kind"], span["name"], _number(span["start_s"]) or 0, _number(span["end_s"]) or 0]
+            for span in record["spans"]
         ],
         "question": _preview(asked[-1]) if asked else "",
     }
 
 
-def _body(record: Record) -> dict[str, Any]:
+def _body(record: RolloutRecord) -> dict[str, Any]:
     """What is looked at when the trajectory is opened; token columns in base64."""
     prompt, completion = _split(record)
-    learner_logprobs = record.get("learner_logprobs")
+    learner_logprobs = record["learner_logprobs"]
     contents = {_text(message.get("content")) for message in completion}
     return {
         "prompt": [_message(message) for message in prompt],
         "completion": [_message(message) for message in completion],
         # texts that a message shows already are not said twice
-        "turn_outputs": [
-            _unless_in(contents, _text(output)) for output in record.get("turn_outputs") or []
-        ],
+        "turn_outputs": [_unless_in(contents, output) for output in record["turn_outputs"]],
         "tool_results": [
-            {
-                "name": _text(result.get("name")),
-                "status": _text(result.get("status")),
-                "content": _unless_in(contents, _text(result.get("content"))),
-            }
-            for result in record.get("tool_results") or []
+            result | {"content": _unless_in(contents, result["content"])}
+            for result in record["tool_results"]
         ],
-        "prompt_ids": _column("I", record["prompt_ids"]),
-        "completion_ids": _column("I", record["completion_ids"]),
+        "row": {name: _text(value) for name, value in record["row"].items()},
+        "prompt_ids": _column("i", record["prompt_ids"]),
+        "completion_ids": _column("i", record["completion_ids"]),
         "completion_mask": _column("B", record["completion_mask"]),
-        "logprobs": _floats(record["logprobs"]),
-        "learner_logprobs": None if learner_logprobs is None else _floats(learner_logprobs),
-        "token_texts": record.get("token_texts") or {},
+        "logprobs": _column("f", record["logprobs"]),
+        "learner_logprobs": None if learner_logprobs is None else _column("f", learner_logprobs),
+        "token_texts": record["token_texts"],
     }
 
 
-def _split(record: Record) -> tuple[Sequence[Record], Sequence[Record]]:
-    num_prompt = record.get("num_prompt_messages") or 0
+def _split(record: RolloutRecord) -> tuple[Sequence[Message], Sequence[Message]]:
+    num_prompt = record["num_prompt_messages"]
     return record["messages"][:num_prompt], record["messages"][num_prompt:]
 
 
-def _message(message: Record) -> dict[str, Any]:
+def _message(message: Message) -> dict[str, Any]:
     return {
         "role": _text(message.get("role")),
         "name": _text(message.get("name")),
@@ -267,7 +190,7 @@ def _message(message: Record) -> dict[str, Any]:
     }
 
 
-def _call(call: Record) -> dict[str, Any]:
+def _call(call: Message) -> dict[str, Any]:
     function = call.get("function") or call
     return {"name": _text(function.get("name")), "arguments": _text(function.get("arguments"))}
 
@@ -283,27 +206,22 @@ def _unless_in(texts: Container[str | None], text: str | None) -> str | None:
     return None if text in texts else text
 
 
-def _preview(message: Record) -> str:
+def _preview(message: Message) -> str:
     text = _text(message.get("content")) or ""
     return " ".join(text[: 4 * _PREVIEW_CHARS].split())[:_PREVIEW_CHARS]
 
 
-def _number(value: Any) -> float | None:
-    """A number that JSON has; none for NaN, infinities and what is no number."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return value if is_number else None
+def _number(value: float | None) -> float | None:
+    """A number that JSON has; none for NaN and infinities."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _column(typecode: str, values: Iterable[float]) -> str:
-    """Numbers as little-endian bytes in base64: I uint32, B uint8, f float32."""
+    """Numbers as little-endian bytes in base64: i int32 (-1: redacted), B uint8, f float32."""
     column = array(typecode, values)
     if sys.byteorder == "big":
         column.byteswap()
     return base64.b64encode(column.tobytes()).decode("ascii")
-
-
-def _floats(values: Iterable[float | None]) -> str:
-    return _column("f", (math.nan if value is None else value for value in values))
 
 
 # ---- what several trajectories share ----
@@ -325,9 +243,6 @@ class _Steps:
 
     def figures(self) -> list[dict[str, Any]]:
         """In order of steps; "" names the sum of all reward functions."""
-        keys = sorted(
-            (key for key in self._stops if key[0] is not None), key=lambda k: (k[0], str(k[1]))
-        )
         return [
             {
                 "step": step,
@@ -339,14 +254,11 @@ class _Steps:
                     for name, values in self._rewards[step, mode].items()
                 },
             }
-            for step, mode in keys
+            for step, mode in sorted(self._stops)
         ]
 
 
 def _note_what_is_left_out(report: Report) -> None:
-    if len(report.notes) > _MAX_NOTES:
-        num_more = len(report.notes) - _MAX_NOTES
-        report.notes[_MAX_NOTES:] = [f"And {num_more} more notes like these."]
     num_left_out = report.num_trajectories - len(report.rows)
     if num_left_out:
         report.notes.append(

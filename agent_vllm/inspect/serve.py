@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from agent_vllm.errors import EmptyRecordError
 from agent_vllm.inspect.report import Report, read_report, to_json
 
 _HOST = "127.0.0.1"
@@ -59,9 +60,10 @@ class LiveReport:
         return status.st_size, status.st_mtime_ns
 
     def _read(self) -> Report:
-        if not self.path.exists():
+        try:
+            return read_report(self.path, self.limit)
+        except (FileNotFoundError, EmptyRecordError):  # the run has not got there yet
             return Report(name=self.path.name)
-        return read_report(self.path, self.limit)
 
 
 def serve(path: Path, page: str, *, limit: int, port: int) -> None:

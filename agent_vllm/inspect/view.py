@@ -75,8 +75,6 @@ def write_report(rollouts: str | Path, output: str | Path, *, limit: int = 1000)
     report = read_report(Path(rollouts), limit)
     for note in report.notes:
         print(f"agent-vllm view: {note}", file=sys.stderr)
-    if not report.rows:
-        raise ValueError(f"{rollouts} holds no trajectory. Record one with `record_rollouts`.")
     if Path(output).exists() and Path(output).samefile(rollouts):
         raise ValueError(f"--output must be another file than the record, got {output}.")
     with Path(output).open("w", encoding="utf-8") as file:

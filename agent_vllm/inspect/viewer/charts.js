@@ -6,9 +6,6 @@ let chartReward = "";
 
 function runView(onStep) {
   const modes = [...new Set(report.steps.map((step) => step.mode))];
-  if (modes.length === 0) {
-    return [el("h2", {}, "Run"), emptyState("No steps here", "The record names no steps, so there are no curves. Open a trajectory from the list.")];
-  }
   return [
     el("h2", {}, "Run"),
     el("p", { class: "lead" }, runText()),
@@ -77,7 +74,7 @@ function rewardChart(modes, name, onStep) {
 function chartLabel(modes, points) {
   return modes.map((mode) => {
     const own = points.filter((point) => point.mode === mode);
-    return own.length ? `${words(mode ?? "all")}: mean reward ${figure(own[0].mean, 3)} at step ${own[0].step}, ${figure(own.at(-1).mean, 3)} at step ${own.at(-1).step}` : `${words(mode ?? "all")}: no rewards`;
+    return own.length ? `${words(mode)}: mean reward ${figure(own[0].mean, 3)} at step ${own[0].step}, ${figure(own.at(-1).mean, 3)} at step ${own.at(-1).step}` : `${words(mode)}: no rewards`;
   }).join("; ");
 }
 
@@ -93,7 +90,7 @@ function series(points, x, y, number, mode) {
     svg("path", { class: `band series-${number % 2}`, d: `${path([...upper, ...lower])}Z` }),
     svg("path", { class: `mean series-${number % 2}`, d: path(points.map((p) => [x(p.step), y(p.mean)])) }),
     markers.map((p) => svg("rect", { class: `marker series-${number % 2}`, x: x(p.step) - 3, y: y(p.mean) - 3, width: 6, height: 6, rx: number ? 0 : 3 })),
-    svg("text", { class: "series-name", x: x(end.step) + 9, y: y(end.mean) + 4 + number * 2 }, `${words(mode ?? "")} ${figure(end.mean, 3)}`),
+    svg("text", { class: "series-name", x: x(end.step) + 9, y: y(end.mean) + 4 + number * 2 }, `${words(mode)} ${figure(end.mean, 3)}`),
   ];
 }
 
@@ -106,7 +103,7 @@ function readWithPointerAndKeys(chart, guide, points, x, onStep) {
     guide.setAttribute("x2", x(point.step));
     guide.setAttribute("visibility", "visible");
     byId("chart-readout").textContent =
-      `Step ${point.step}, ${words(point.mode ?? "all")}: ${figure(point.mean, 4)} ± ${figure(point.std, 3)} over ${counted(point.num, "trajectory", "trajectories")}`;
+      `Step ${point.step}, ${words(point.mode)}: ${figure(point.mean, 4)} ± ${figure(point.std, 3)} over ${counted(point.num, "trajectory", "trajectories")}`;
   };
   chart.addEventListener("pointermove", (event) => {
     const box = chart.getBoundingClientRect();
@@ -137,7 +134,7 @@ function stopSection(mode) {
   const reasons = [...totals].sort((a, b) => b[1] - a[1]);
   return el(
     "section", { class: "chart" },
-    el("h3", {}, `What ended the trajectories${mode === null ? "" : `, ${words(mode)}`}`),
+    el("h3", {}, `What ended the trajectories, ${words(mode)}`),
     el("p", { class: "muted" }, "Share of each step, 0 to 100 %."),
     el("ul", { class: "sparks" }, reasons.map(([reason, number]) =>
       el("li", {}, stopBadge(reason), spark(steps, reason), el("span", { class: "spark-total" }, `${figure((100 * number) / all, 3)} %`, el("span", { class: "muted" }, ` · ${grouped.format(number)}`))))),
@@ -165,7 +162,7 @@ function stepTable(onStep) {
   const rows = () => report.steps.map((step) => el(
     "tr", {},
     el("td", {}, el("button", { type: "button", class: "quiet", onclick: () => onStep(step.step), "aria-label": `Show step ${step.step}` }, step.step)),
-    [words(step.mode ?? NOT_KNOWN), step.num, figure(step.rewards[""]?.mean, 4), figure(step.rewards[""]?.std, 3), stopText(step)].map((value) => el("td", {}, value)),
+    [words(step.mode), step.num, figure(step.rewards[""]?.mean, 4), figure(step.rewards[""]?.std, 3), stopText(step)].map((value) => el("td", {}, value)),
   ));
   const body = el("tbody");
   const fill = () => body.childElementCount || body.append(...rows());

@@ -9,12 +9,18 @@ function chatView(row, body) {
     row.error && el("p", { class: "problem" }, el("b", {}, "The engine failed: "), readable(row.error)),
     el("h3", { class: "part" }, "Prompt"),
     exchanges(body.prompt, [], []),
+    datasetRow(Object.entries(body.row)),
     el("h3", { class: "part" }, "Rollout"),
     body.completion.length
       ? exchanges(body.completion, body.turn_outputs, body.tool_results)
       : el("p", { class: "muted" }, "The model was never asked."),
     el("p", { class: "ending" }, stopBadge(row.stop_reason), ` after ${counted(row.num_turns, "turn")}`),
   ];
+}
+
+function datasetRow(columns) {
+  const facts = columns.map(([name, value]) => fact(readableLine(name), value === null ? NOT_KNOWN : textBlock(value)));
+  return facts.length > 0 && folded("Dataset row", el("dl", { class: "fields-table" }, facts));
 }
 
 function trajectoryHeader(row) {
@@ -39,7 +45,7 @@ function trajectoryFacts(row) {
     ["Ended as", stopBadge(row.stop_reason)],
     ["Calls", row.num_calls ? `${row.num_calls}, ${numBad ? `${numBad} bad` : "all ok"}` : "none"],
     ["Tokens sampled", `${grouped.format(row.num_sampled_tokens)} of ${grouped.format(row.num_completion_tokens)}`],
-    ["Trained", row.trained === null ? NOT_KNOWN : row.trained ? "yes" : "no"],
+    ["Trained", row.trained ? "yes" : "no"],
   ];
 }
 
@@ -53,7 +59,7 @@ function fieldTable(row) {
     tools: row.tools.join(", ") || null,
     "policy versions": [...new Set(row.policy_versions)].join(", ") || null,
     "prompt tokens": grouped.format(row.num_prompt_tokens),
-    time: row.time,
+    time: row.time === null ? null : new Date(1000 * row.time).toLocaleString(),
   };
   const known = Object.entries(fields).filter(([, value]) => value !== null);
   return el("dl", { class: "fields-table" }, known.map(([name, value]) => fact(readableLine(name), el("bdi", {}, readable(String(value))))));

@@ -56,8 +56,8 @@ function pageLoaded() {
 function decode(raw) {
   return {
     ...raw,
-    prompt_ids: new Uint32Array(bytes(raw.prompt_ids)),
-    completion_ids: new Uint32Array(bytes(raw.completion_ids)),
+    prompt_ids: new Int32Array(bytes(raw.prompt_ids)),
+    completion_ids: new Int32Array(bytes(raw.completion_ids)),
     completion_mask: new Uint8Array(bytes(raw.completion_mask)),
     logprobs: new Float32Array(bytes(raw.logprobs)),
     learner_logprobs: raw.learner_logprobs && new Float32Array(bytes(raw.learner_logprobs)),
@@ -103,32 +103,29 @@ function searchText(raw) {
 
 // ---- what belongs together ----
 
-const BATCH_KEY = ["session", "mode", "step", "rollout"]; // of all ranks
-const sameBatch = (a, b) => BATCH_KEY.every((name) => a[name] === b[name]);
-const sameGroup = (a, b) => sameBatch(a, b) && a.group === b.group && a.group !== null;
+const GROUP_KEY = ["session", "mode", "step", "rollout", "group"]; // may stand on several ranks
+const BATCH_KEY = ["session", "mode", "step", "rollout", "rank"]; // has one clock
+const isSame = (key, a, b) => key.every((name) => a[name] === b[name]);
 
 function batchOf(row) {
-  return report.rows.filter((other) => sameBatch(row, other));
+  return report.rows.filter((other) => isSame(BATCH_KEY, row, other));
 }
 
 function groupOf(row) {
   return report.rows
-    .filter((other) => sameGroup(row, other))
+    .filter((other) => isSame(GROUP_KEY, row, other))
     .sort((a, b) => a.generation - b.generation);
 }
 
 function batchName(row) {
-  const parts = [row.step === null ? "No step" : `Step ${row.step}`, row.mode];
+  const parts = [`Step ${row.step}`, row.mode];
   if (row.rollout > 0) parts.push(`rollout ${row.rollout}`);
   if (row.session > 1) parts.push(`session ${row.session}`);
-  return readableLine(parts.filter((part) => part !== null).join(", "));
+  return readableLine(parts.join(", "));
 }
 
 /** Where a trajectory stands in its batch: "group 3, sample 2". */
 function placeName(row) {
-  const parts = [];
-  if (row.rank) parts.push(`rank ${row.rank}`);
-  if (row.group !== null) parts.push(`group ${row.group}`);
-  if (row.generation !== null) parts.push(`sample ${row.generation}`);
-  return parts.join(", ") || readableLine(row.id);
+  const rank = row.rank > 0 ? `rank ${row.rank}, ` : "";
+  return `${rank}group ${row.group}, sample ${row.generation}`;
 }

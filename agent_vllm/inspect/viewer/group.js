@@ -2,8 +2,7 @@
 
 async function groupView(row, onOpen) {
   const rows = groupOf(row);
-  const title = el("h2", {}, `${batchName(row)} · group ${row.group ?? NOT_KNOWN}`);
-  if (rows.length === 0) return [title, emptyState("No group here", "The record names no group for this trajectory.")];
+  const title = el("h2", {}, `${batchName(row)} · group ${row.group}`);
   const bodies = await Promise.all(rows.map((other) => loadBody(other.id)));
   return [
     title,
@@ -31,7 +30,7 @@ function sampleCard(row, answer, isSelected, onOpen) {
   return el(
     "li",
     { class: "sample", "aria-current": isSelected && "true" },
-    el("h3", {}, el("button", { type: "button", onclick: () => onOpen(row.id) }, `Sample ${row.generation ?? NOT_KNOWN}`), isSelected && el("span", { class: "muted" }, " selected")),
+    el("h3", {}, el("button", { type: "button", onclick: () => onOpen(row.id) }, `Sample ${row.generation}`), isSelected && el("span", { class: "muted" }, " selected")),
     el("dl", { class: "facts" }, fact("Reward", figure(row.reward, 4)), fact("Advantage", row.advantage === null ? NOT_KNOWN : signed(row.advantage))),
     advantageBar(row.advantage),
     el("div", { class: "answer" }, textBlock(answer || "(no answer)")),

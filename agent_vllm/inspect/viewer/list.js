@@ -50,7 +50,7 @@ function refreshList() {
 }
 
 function distinct(name) {
-  return [...new Set(report.rows.map((row) => row[name]))].filter((value) => value !== null).sort();
+  return [...new Set(report.rows.map((row) => row[name]))].sort();
 }
 
 function setOptions(select, names) {

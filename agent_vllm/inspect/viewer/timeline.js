@@ -1,6 +1,6 @@
 // A batch on the clock: when each trajectory waited for the model, and when for its tools.
 
-const TIMELINE_ORDERS = { "by end": (a, b) => endOf(b) - endOf(a), "by group": by((row) => (row.rank ?? 0) * 1e9 + (row.group ?? 0) * 1e4 + (row.generation ?? 0)) };
+const TIMELINE_ORDERS = { "by end": (a, b) => endOf(b) - endOf(a), "by group": (a, b) => a.group - b.group || a.generation - b.generation };
 let timelineOrder = "by end";
 
 const endOf = (row) => Math.max(0, ...row.spans.map(([, , , end]) => end));
