@@ -136,7 +136,7 @@ def _skip_rank_compilation() -> None:
 
 
 def _draw_seeded_noise_alone(llm: Any) -> None:
-    """vLLM's CPU path draws noise for all rows first; seeded rows, which all of ours are, draw anew."""
+    """vLLM's CPU path draws noise for all rows first; seeded ones, all of ours, then draw anew."""
     runner = llm.model_executor.driver_worker.model_runner
     sampler = runner.sampler.topk_topp_sampler
     sampler.forward = sampler.forward_native  # the same tokens for the same seeds
