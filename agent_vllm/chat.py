@@ -386,6 +386,9 @@ class ChatFormat:
         return [token for part in parts for token in encode(part)["input_ids"]]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer.is_fast:  # its own `decode` first looks at each id in Python
+            backend = cast(Any, self.tokenizer).backend_tokenizer
+            return backend.decode(list(token_ids), skip_special_tokens=False)
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -65,7 +65,7 @@ class Episode:
         self.messages = [dict(message) for message in messages]
         self.num_prompt_messages = len(self.messages)
         self.prompt_ids = list(prompt_ids)
-        self.ids = list(prompt_ids)  # the whole sequence, prompt and completion
+        self.num_ids = len(prompt_ids)  # of the whole sequence, prompt and completion
         self.segments: list[Segment] = []
         self.turn_outputs: list[str] = []
         self.tool_results: list[ToolResult] = []
@@ -134,11 +134,11 @@ class Episode:
         return None
 
     def _context_left(self) -> int:
-        return self.engine.max_model_len - len(self.ids)
+        return self.engine.max_model_len - self.num_ids
 
     def _completion_left(self) -> int:
         limit = self.limits.max_completion_tokens
-        used = len(self.ids) - len(self.prompt_ids)
+        used = self.num_ids - len(self.prompt_ids)
         return self._context_left() if limit is None else limit - used
 
     def _room(self) -> int:
@@ -164,10 +164,21 @@ class Episode:
 
     # ---- steps ----
 
+    def _ids(self) -> list[int]:
+        """The whole sequence. Put together for each turn: a trajectory in a tool holds it once."""
+        ids = list(self.prompt_ids)
+        for segment in self.segments:
+            ids += segment.token_ids
+        return ids
+
+    def _append(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.num_ids += len(segment.token_ids)
+
     async def _generate(self, budget: int) -> Completion:
         start_s = self._elapsed_s()
         completion = await self.engine.generate(
-            list(self.ids),
+            self._ids(),
             max_new_tokens=budget,
             stop_token_ids=self.chat.end_token_ids,
             seed=self.random.getrandbits(31),
@@ -183,18 +194,17 @@ class Episode:
     def _append_turn(self, completion: Completion) -> ParsedTurn:
         turn = self.chat.parse(
             completion.token_ids,
-            self.ids,
+            self._ids(),
             list(self.tools.values()),
             is_cut=completion.finish_reason == "length",
         )
-        self.segments.append(
+        self._append(
             Segment(
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
                 policy_version=completion.policy_version,
             )
         )
-        self.ids += completion.token_ids
         self.turn_outputs.append(self.chat.decode_turn(completion.token_ids))
         self.messages.append(turn.message)
         return turn
@@ -241,11 +251,10 @@ class Episode:
     def _append_user_message(self, message: str) -> StopReason | None:
         """Only where the model gets a turn to answer it."""
         tools = list(self.tools.values())
-        ids = user_suffix_ids(self.chat, message, tools, last_token_id=self.ids[-1])
+        ids = user_suffix_ids(self.chat, message, tools, last_token_id=self._ids()[-1])
         stop = self._stop_before_turn() or (self._tightest() if len(ids) >= self._room() else None)
         if stop is None:
-            self.segments.append(Segment(token_ids=ids))
-            self.ids += ids
+            self._append(Segment(token_ids=ids))
             self.messages.append({"role": "user", "content": message})
         return stop
 
@@ -255,8 +264,7 @@ class Episode:
         suffix_ids, shown = self._fit(results, is_last=stop is not None)
         if suffix_ids is None:
             return stop or self._tightest()
-        self.segments.append(Segment(token_ids=suffix_ids))
-        self.ids += suffix_ids
+        self._append(Segment(token_ids=suffix_ids))
         self.messages += [result.message for result in shown]
         return stop or self._stop_before_turn()
 
@@ -291,7 +299,7 @@ class Episode:
         return self.chat.suffix_ids(
             results,
             list(self.tools.values()),
-            last_token_id=self.ids[-1],
+            last_token_id=self._ids()[-1],
             add_generation_prompt=not is_last,
         )
 
