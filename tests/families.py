@@ -20,6 +20,19 @@ from agent_vllm.parsing import ResponseTemplateParser, parse_hermes, response_te
 from agent_vllm.tools import Tool
 from agent_vllm.types import ToolCall, ToolResult
 
+ONE_OF_EACH = (
+    "qwen3",
+    "qwen3_5_think",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "lfm2_v2",
+    "gemma4",
+    "deepseekv3",
+    "muse_glimmer",
+    "nemotron_3_nano",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

@@ -9,6 +9,7 @@ from fakes import broken_properties
 from families import (
     ARGUMENTS,
     CALLS,
+    ONE_OF_EACH,
     TOOLS,
     accepted,
     assistant,
@@ -166,18 +167,6 @@ def test_text_that_no_tokenizer_gives():
 # ---- time ----
 
 SIZES = [4_000, 16_000, 64_000]  # characters
-FAMILIES = [
-    "qwen3",
-    "qwen3_5_think",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "lfm2_v2",
-    "gemma4",
-    "deepseekv3",
-    "muse_glimmer",
-    "nemotron_3_nano",
-]
 
 
 def hostile_units(chat):
@@ -217,7 +206,7 @@ def test_the_time_to_parse_hostile_text_is_linear(capsys):
     """The slopes are printed. Only what takes a whole second of CPU, twenty times the slowest of
     today, and grows faster than its length is an error: that is no noise of the machine."""
     lines = []
-    for name in FAMILIES:
+    for name in ONE_OF_EACH:
         chat = chat_of(name)
         before, _ = sampled_turn(chat, assistant(CALLS[:1], thinking="hmm"))
         prefix = chat.tokenizer.decode(before)
