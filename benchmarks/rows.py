@@ -34,5 +34,6 @@ ROWS = {
         "B11": "learner:old_logprobs",
         "B12": "trl_loop:step_wall",
         "B13": "rollouts:prefix_cache",
+        "B14": "recording:recording",
     }.items()
 }
