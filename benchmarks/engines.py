@@ -191,7 +191,7 @@ def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
         for key, weight in weights.items():
             copies[key].copy_(weight)
 
-    options = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    options = {"max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
     with VLLMRolloutEngine(model, tokenizer, **options) as packed:
         seconds = in_turns(
             {"sync": lambda: packed.update_policy(model), "memcpy": memcpy}, num_rounds

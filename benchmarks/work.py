@@ -123,7 +123,7 @@ class Script:
 
     def after(self, prompt_ids: Sequence[int]) -> list[int] | None:
         """The ids of the turn that follows, `[N]`; None for a prompt without a task."""
-        text = self.tokenizer.decode(list(prompt_ids[:64]))
+        text = self.tokenizer.backend_tokenizer.decode(list(prompt_ids[:64]))
         task = re.search(r"Task (\d+)\.", text)
         if task is None:
             return None
