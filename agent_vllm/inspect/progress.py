@@ -9,6 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+from tqdm import tqdm
 
 from agent_vllm.status import RolloutStatus
 
@@ -57,7 +58,8 @@ class RolloutProgress:
         if self._live is not None:
             self._live.stop()
         if self._enabled and error is None:
-            self._console.print(self.line(), highlight=False, soft_wrap=True)
+            with tqdm.external_write_mode(file=self._console.file):  # TRL's bar steps aside
+                self._console.print(self.line(), highlight=False, soft_wrap=True)
 
     @property
     def _can_move(self) -> bool:
