@@ -432,3 +432,9 @@ def test_a_saved_learner_loads_into_transformers_and_vllm(agent, tmp_path):
     with VLLMRolloutEngine(tmp_path) as engine, TorchRolloutEngine(again, tokenizer) as reference:
         assert greedy(engine) == greedy(reference)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+def test_a_sampled_id_beyond_the_vocabulary_is_an_engine_error(scripted, tokenizer):
+    engine = scripted([[5, len(tokenizer)]])
+    with pytest.raises(EngineError, match="sampled an id"):
+        asyncio.run(engine.generate([1], max_new_tokens=4))

@@ -316,7 +316,7 @@ def _check_completion(completion: Completion, request: GenerationRequest, vocab_
         )
     ids = completion.token_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise EngineError(f"The engine sampled an id that is not below {vocab_size}.")
+        raise EngineError(f"The engine sampled an id out of its vocabulary of {vocab_size}.")
     for index, logprob in enumerate(completion.logprobs):
         if logprob is None or not math.isfinite(logprob):
             raise EngineError(
