@@ -183,20 +183,19 @@ def weight_sync(quick: bool) -> list[Figure]:
 def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
     model, tokenizer = load_model(name)
     weights = named_weights(model)
-    copies = {key: torch.empty_like(weight) for key, weight in weights.items()}
-    for copy in copies.values():
-        copy.zero_()  # its pages are there before it is measured
+    tensors = list({weight.data_ptr(): weight for weight in weights.values()}.values())  # tied once
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
 
     def memcpy() -> None:
-        for key, weight in weights.items():
-            copies[key].copy_(weight)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
 
     options = {"max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
     with VLLMRolloutEngine(model, tokenizer, **options) as packed:
         seconds = in_turns(
             {"sync": lambda: packed.update_policy(model), "memcpy": memcpy}, num_rounds
         )
-    note = f"{sum(w.nbytes for w in weights.values()) >> 20} MiB; {medians(seconds)}"
+    note = f"{sum(tensor.nbytes for tensor in tensors) >> 20} MiB; {medians(seconds)}"
     if name == "tiny":
         milliseconds = [1000 * s for s in seconds["sync"]]
         return [
@@ -248,35 +247,31 @@ def _whole_step() -> Figure:
     prompts = uneven_prompts(ours, 16, (32, 64))
     weights = named_weights(ours.model)
     options = {"max_model_len": 512}
-    with FixedLengthVLLM(ours.model, ours.tokenizer, **options) as packed, unpacked_weights():
-        unpacked = BareUnpacked(ours, **options)
-        with unpacked.engine:
-            seconds = in_turns(
-                {
-                    "packed": lambda: [
-                        packed.update_policy(ours.model),
-                        one_turn(packed, ours, *prompts),
-                    ],
-                    "unpacked": lambda: [
-                        copy_weights(unpacked.engine, weights),
-                        one_turn(unpacked.engine, ours, *prompts),
-                    ],
-                    "unpacked sync": lambda: copy_weights(unpacked.engine, weights),
-                },
-                3,
-            )
+    with unpacked_weights():  # from a checkpoint: a first sync would repack
+        unpacked = FixedLengthVLLM(model_folder("135M"), ours.tokenizer, **options)
+
+    def repacked_step() -> None:
+        packed.update_policy(ours.model)
+        one_turn(packed, ours, *prompts)
+
+    def copied_step() -> None:
+        copy_weights(unpacked, weights)
+        one_turn(unpacked, ours, *prompts)
+
+    with unpacked, FixedLengthVLLM(ours.model, ours.tokenizer, **options) as packed:
+        seconds = in_turns(
+            {
+                "repacked": repacked_step,
+                "copied": copied_step,
+                "copied sync": lambda: copy_weights(unpacked, weights),
+            },
+            3,
+        )
     return Figure(
         id="B7 135M step", what=f"sync and {sum(prompts[2])} tokens: repacked / copied weights",
-        goal=at_most(1), values=ratios(seconds["packed"], seconds["unpacked"]),
+        goal=at_most(1), values=ratios(seconds["repacked"], seconds["copied"]),
         note=medians(seconds),
     )  # fmt: skip
-
-
-class BareUnpacked:
-    """An engine on a checkpoint: its first sync, which repacks, is left out."""
-
-    def __init__(self, ours: Setup, **options: Any) -> None:
-        self.engine = FixedLengthVLLM(model_folder("135M"), ours.tokenizer, **options)
 
 
 # ---- B8 ----
