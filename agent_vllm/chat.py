@@ -14,7 +14,12 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.chat_template import NOT_EXTENDABLE, ChatTemplate, choose_template
+from agent_vllm.chat_template import (
+    NOT_EXTENDABLE,
+    PROBE_RESULTS,
+    ChatTemplate,
+    choose_template,
+)
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.parsing import (
     ResponseParser,
@@ -30,7 +35,7 @@ from agent_vllm.types import Messages, ParsedTurn, ToolCall, ToolResult
 _TRUNCATION_MARK = "\n[... {num_cut} tokens cut]"
 _HEADER_TOKENS = 64  # enough of a prompt to show the header of the turn that it opens
 _SEAM = "\ufdd0"  # a noncharacter: text is encoded apart on its two sides
-_PROBE_CALL = ToolCall(name="get_weather", arguments={"city": "Oslo"})
+_PROBE_CALL = ToolCall(name=PROBE_RESULTS[0].name, arguments={"city": "Oslo"})
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -39,10 +44,6 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-_PROBE_RESULTS = [
-    ToolResult(name=name, content=content, status="ok")
-    for name, content in [(_PROBE_CALL.name, "12 degrees"), ("get_time", "noon")]
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +264,7 @@ class ChatFormat:
         """How the template writes a turn: what a prompt has of it already, and the rest."""
         prompt, whole = map(self._encode, self.template.written_turn(call))
         # A prompt may open a thinking block where the finished turn shows an empty one.
-        cut = _num_common(prompt, whole)
+        cut = num_common(prompt, whole)
         return self._decode(whole[:cut]), self._decode(whole[cut:])
 
     def _closing_id(self, turn: str) -> int | None:
@@ -296,14 +297,14 @@ class ChatFormat:
 
     def _with_call_end(self) -> "ChatFormat":
         """Find what ends a turn with calls: in the turn itself, or first in what follows."""
-        whole = self.template.tool_turn(_PROBE_RESULTS)
+        whole = self.template.tool_turn(PROBE_RESULTS)
         prompt = self.template.written_turn(None)[0]
-        turn = self._decode(self._encode(whole)[_num_common(*map(self._encode, (prompt, whole))) :])
+        turn = self._decode(self._encode(whole)[num_common(*map(self._encode, (prompt, whole))) :])
         end_id = self._closing_id(turn)
         if end_id is not None:
             after = turn.rpartition(self._decode([end_id]))[2]
             return dataclasses.replace(self, turn_end_id=end_id, after_turn_end=after)
-        added = self.template.after_tool_turn(_PROBE_RESULTS, add_generation_prompt=False)
+        added = self.template.after_tool_turn(PROBE_RESULTS, add_generation_prompt=False)
         first = self._encode(added)[:1]
         if first and first[0] in self._control_ids:
             return dataclasses.replace(self, turn_end_id=first[0], after_turn_end=None)
@@ -311,7 +312,7 @@ class ChatFormat:
 
     def _check_ids(self) -> None:
         """Prompt, turn and suffix must be, token by token, what the template gives as a whole."""
-        for results in (_PROBE_RESULTS[:1], _PROBE_RESULTS):
+        for results in (PROBE_RESULTS[:1], PROBE_RESULTS):
             turn = self.template.tool_turn(results)
             added = self.template.after_tool_turn(results, add_generation_prompt=True)
             whole = self._encode(turn + added)
@@ -395,8 +396,8 @@ class ChatFormat:
         return cast(str, text)
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids the two begin with alike."""
+def num_common(a: Sequence, b: Sequence) -> int:
+    """How many items, such as ids, the two begin with alike."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 

@@ -20,7 +20,7 @@ from agent_vllm.types import Messages, ToolCall, ToolResult
 Calls = tuple[tuple[str, str | None], ...]  # names, and ids where the model wrote them
 
 _THINKING_SWITCHES = ("enable_thinking", "open_thinking", "thinking")
-_PROBE_RESULTS = [
+PROBE_RESULTS = [
     ToolResult(name=name, content=content, status="ok")
     for name, content in [("get_weather", "12 degrees"), ("get_time", "noon")]
 ]
@@ -133,7 +133,7 @@ class ChatTemplate:
     def why_not(self) -> str | None:
         """What keeps it from being extended turn by turn; None where nothing does."""
         try:
-            for results in (_PROBE_RESULTS[:1], _PROBE_RESULTS):
+            for results in (PROBE_RESULTS[:1], PROBE_RESULTS):
                 plain = self.after_tool_turn(results, add_generation_prompt=False)
                 opened = self.after_tool_turn(results, add_generation_prompt=True)
                 if not opened.startswith(plain):
@@ -266,9 +266,9 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, text: str) -> PreTrainedT
 def _with_call_habit(template: ChatTemplate) -> ChatTemplate:
     """Find out whether several calls in one turn are written, each result with its own name."""
     try:
-        alone = template.after_tool_turn(_PROBE_RESULTS[1:], add_generation_prompt=False)
-        both = template.after_tool_turn(_PROBE_RESULTS, add_generation_prompt=False)
-        name = _PROBE_RESULTS[1].name
+        alone = template.after_tool_turn(PROBE_RESULTS[1:], add_generation_prompt=False)
+        both = template.after_tool_turn(PROBE_RESULTS, add_generation_prompt=False)
+        name = PROBE_RESULTS[1].name
         is_written = name in both or name not in alone
     except ChatTemplateError:
         is_written = False

@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, num_common
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.tools import Tool, ToolRunner
 from agent_vllm.types import Messages, ToolCall
@@ -56,7 +56,7 @@ def user_suffix_ids(
     """
     texts = (chat.as_data(message), *_PROBES)
     full, *probes = [_two_turns(chat, text, tools) for text in texts]
-    shared = _num_shared(*probes)
+    shared = num_common(*probes)
     ends = [i for i in range(shared) if probes[0][i] in chat.end_token_ids]
     cut = ends[-1] + 1 if ends else 0
     if full[:cut] != probes[0][:cut] or _ANSWER not in chat.tokenizer.decode(full[:cut]):
@@ -94,8 +94,3 @@ def _two_turns(chat: ChatFormat, message: str, tools: Sequence[Tool]) -> list[in
         {"role": "user", "content": message},
     ]
     return chat.prompt_ids(messages, tools)
-
-
-def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -112,9 +112,3 @@ def show_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spot: int) 
     if spot - first < len(shown):
         shown[spot - first] = f"[{shown[spot - first]}]"
     return ", ".join(shown)
-
-
-def num_common(a: Sequence, b: Sequence) -> int:
-    """How many items the two begin with alike."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))

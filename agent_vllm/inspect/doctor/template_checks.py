@@ -12,11 +12,11 @@ from typing import Any, cast
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.batch import collate
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, num_common
 from agent_vllm.chat_template import ChatTemplate
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.inspect.doctor.findings import Check, Finding, num_common, show_ids
+from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
 from agent_vllm.inspect.doctor.subject import (
     STAND_IN_RESULT,
     USER,
