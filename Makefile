@@ -49,7 +49,7 @@ install: $(INSTALLED)
 
 .venv/installed-cuda: requirements/data.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -e '.[cuda,mcp,examples,dev]'
+	$(BIN)/pip install -q -e '.[cuda,mcp,peft,examples,dev]'
 	$(BIN)/pip install -q --no-deps -r requirements/data.txt
 	touch $@
 
@@ -57,7 +57,7 @@ install: $(INSTALLED)
 lock:
 	$(BIN)/pip install -q uv
 	$(BIN)/uv pip compile pyproject.toml requirements/data.txt -o requirements/cpu.lock \
-		--extra cpu --extra mcp --extra examples --extra dev --python-version 3.11 \
+		--extra cpu --extra mcp --extra peft --extra examples --extra dev --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --extra-index-url $(TORCH_CPU_INDEX) \
 		--generate-hashes --no-emit-package torch --no-annotate --no-header $(LOCK_ARGS)
 

@@ -182,7 +182,7 @@ def weight_sync(quick: bool) -> list[Figure]:
 
 def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
     model, tokenizer = load_model(name)
-    weights = named_weights(model)
+    weights = dict(named_weights(model))
     tensors = list({weight.data_ptr(): weight for weight in weights.values()}.values())  # tied once
     copies = [torch.zeros_like(tensor) for tensor in tensors]
 
@@ -245,7 +245,7 @@ def _whole_step() -> Figure:
     """One sync and the tokens that a small step samples, with unpacked and with packed weights."""
     ours = setup("135M")
     prompts = uneven_prompts(ours, 16, (32, 64))
-    weights = named_weights(ours.model)
+    weights = dict(named_weights(ours.model))
     options = {"max_model_len": 512}
     with unpacked_weights():  # from a checkpoint: a first sync would repack
         unpacked = FixedLengthVLLM(model_folder("135M"), ours.tokenizer, **options)

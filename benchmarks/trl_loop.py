@@ -127,6 +127,6 @@ def _train_trl(theirs: Setup, batch_size: int, latencies: list[str], folder: str
 
 def lent_sync(generation: Any) -> None:
     """In the place of `VLLMGeneration.sync_weights`."""
-    weights = named_weights(generation.model)
+    weights = dict(named_weights(generation.model))
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
     assert generation.llm.reset_prefix_cache()

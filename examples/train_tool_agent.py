@@ -276,11 +276,12 @@ def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
     try:
         before = evaluate_both(trainer, job)
         set_up_s = time.perf_counter() - start_s
-        trainer.seconds = dict.fromkeys(trainer.seconds, 0.0)
+        earlier = trainer.seconds
         trainer.train()
         train_s = time.perf_counter() - start_s - set_up_s
-        seconds = {"set_up": set_up_s, **trainer.seconds}
-        seconds["learn"] = train_s - sum(trainer.seconds.values())
+        in_training = {name: s - earlier[name] for name, s in trainer.seconds.items()}
+        learn_s = train_s - sum(in_training.values())
+        seconds = {"set_up": set_up_s, **in_training, "learn": learn_s}
         after = evaluate_both(trainer, job)
         trainer.save_model(str(output_dir / "final"))
     finally:

@@ -408,7 +408,7 @@ def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
     reload = VLLMStepper.reload
 
     def without_alias(self, weights):
-        reload(self, {k: v for k, v in weights.items() if k != "lm_head.weight"})
+        reload(self, ((k, v) for k, v in weights if k != "lm_head.weight"))
 
     monkeypatch.setattr(VLLMStepper, "reload", without_alias)
     with pytest.raises(WeightSyncError, match="away from the learner's"):

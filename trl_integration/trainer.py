@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
-from agent_vllm.engines import RolloutEngine, create_rollout_engine
+from agent_vllm.engines import RolloutEngine
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
@@ -28,6 +28,7 @@ from agent_vllm.types import StopReason, Trajectory
 from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.checks import check_arguments, check_setup
 from trl_integration.config import AgentGRPOConfig
+from trl_integration.engine_life import EngineLife, SyncAfterSteps
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import GapMeter, ledger_metrics, rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
@@ -120,25 +121,37 @@ class AgentGRPOTrainer(GRPOTrainer):
         self.mask_truncated_completions = False
         # This switches on TRL's correction for the distance between engine and learner.
         self.use_vllm = args.old_logprobs == "recomputed"
-        self.seconds = {"rollout": 0.0, "sync": 0.0}
+        self._rollout_seconds = 0.0
         self.trajectories: list[Trajectory] = []  # of the latest rollout on this process
-        self._owns_engine = isinstance(rollout_engine, str)
-        self.rollout_engine = self._build_engine(rollout_engine)
-        self._engine_is_current = False
+        self.engine_life = EngineLife(
+            rollout_engine,
+            args=args,
+            accelerator=self.accelerator,
+            tokenizer=self._tokenizer,
+            learner=lambda: self.accelerator.unwrap_model(self.model),
+        )
         self._gap = GapMeter()
         self._rollouts_at: dict[tuple[str, int], int] = {}  # how many at this mode and step
         self._record = None
         if args.record_rollouts:
             rank = self.accelerator.process_index
             self._record = TrainingRecord(args.output_dir, rank, self._tokenizer, redact_rollouts)
-        self.add_callback(_SyncCallback(self))
+        self.add_callback(SyncAfterSteps(self.engine_life.learner_changed, self.sync_engine))
 
     def close(self) -> None:
         """Close the engine that this trainer built, and the record."""
-        if self._owns_engine:
-            self.rollout_engine.close()
+        self.engine_life.close()
         if self._record is not None:
             self._record.close()
+
+    @property
+    def rollout_engine(self) -> RolloutEngine:
+        return self.engine_life.engine
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What all rollouts and weight syncs so far took."""
+        return {"rollout": self._rollout_seconds, "sync": self.engine_life.sync_seconds}
 
     # ---- weights ----
 
@@ -149,20 +162,12 @@ class AgentGRPOTrainer(GRPOTrainer):
         Returns:
             `int`: the engine's new policy version.
         """
-        start_s = time.perf_counter()
-        model = self.accelerator.unwrap_model(self.model)
-        version = self.rollout_engine.update_policy(model)
-        self._engine_is_current = True
-        seconds = time.perf_counter() - start_s
-        self.seconds["sync"] += seconds
-        self._metrics["train"]["rollout/sync_seconds"].append(seconds)
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._metrics["train"]["rollout/sync_bytes"].append(float(num_bytes))
-        return version
+        self._append_metrics("train", self.engine_life.sync())
+        return self.rollout_engine.policy_version
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if not self.is_in_train:  # nothing tells when weights change outside of training
-            self._engine_is_current = False
+            self.engine_life.learner_changed()
         return super().evaluate(*args, **kwargs)
 
     # ---- rollouts, in the order in which TRL calls these ----
@@ -202,8 +207,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         return trained
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        if not self._engine_is_current:
-            self.sync_engine()
+        self._append_metrics("train", self.engine_life.ensure_current())
         self.trajectories = self._rollout(prompts)
         self._check_engine_answered()
         self._gap.expect(self._mode, self.rollout_engine.policy_version)
@@ -249,7 +253,7 @@ class AgentGRPOTrainer(GRPOTrainer):
                 status=status,
             )
         self._rollout_s = status.elapsed_s
-        self.seconds["rollout"] += self._rollout_s
+        self._rollout_seconds += self._rollout_s
         stats = self.rollout_engine.stats()
         self._engine_stats = stats and stats_before and stats.since(stats_before)
         return trajectories
@@ -304,18 +308,6 @@ class AgentGRPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
-
-    def _build_engine(self, engine: str | RolloutEngine) -> RolloutEngine:
-        if isinstance(engine, RolloutEngine):
-            return engine
-        options: dict[str, Any] = {"seed": self.args.seed + self.accelerator.process_index}
-        if self.args.vllm_max_model_length is not None:
-            options["max_model_len"] = self.args.vllm_max_model_length
-        if engine == "vllm":
-            options["gpu_memory_utilization"] = self.args.vllm_gpu_memory_utilization
-        options |= self.args.rollout_engine_kwargs or {}
-        model = self.accelerator.unwrap_model(self.model)
-        return create_rollout_engine(engine, model, self._tokenizer, **options)
 
     def _row_tools(self, index: int) -> list[Tool | Callable[..., Any]]:
         row = self._rows[index]
@@ -387,16 +379,3 @@ class AgentGRPOTrainer(GRPOTrainer):
             temperature=self.temperature,
             max_model_len=self.rollout_engine.max_model_len,
         )
-
-
-class _SyncCallback(TrainerCallback):
-    """After every optimizer step the learner's weights go to the engine."""
-
-    def __init__(self, trainer: AgentGRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._engine_is_current = False  # a checkpoint may just have been loaded
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._trainer.sync_engine()

@@ -30,7 +30,7 @@ from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import StepDriver
 from agent_vllm.engines.models import context_length, evaluating, model_source
-from agent_vllm.engines.weight_sync import check_weights, named_weights
+from agent_vllm.engines.weight_sync import check_weights, weight_shapes
 from agent_vllm.logprobs import gather_logprobs
 from agent_vllm.types import Completion
 
@@ -87,7 +87,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _load_weights(self, model: PreTrainedModel) -> None:
         if model is not self._batch.model:
-            check_weights(self._shapes, named_weights(model))
+            check_weights(self._shapes, weight_shapes(model))
         self._driver.call(lambda: setattr(self._batch, "model", model))
 
     def close(self) -> None:

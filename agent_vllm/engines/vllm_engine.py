@@ -18,7 +18,7 @@ from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngin
 from agent_vllm.engines.driver import StepDriver
 from agent_vllm.engines.models import context_length, model_source
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
-from agent_vllm.engines.weight_sync import check_weights, named_weights
+from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
 from agent_vllm.errors import EngineUnavailableError, WeightSyncError
 from agent_vllm.types import Completion
 
@@ -101,12 +101,11 @@ class VLLMRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        weights = named_weights(model)
-        check_weights(self._shapes, weights)
-        self._driver.call(lambda: self._reload(model, weights))
+        check_weights(self._shapes, weight_shapes(model))
+        self._driver.call(lambda: self._reload(model))
 
-    def _reload(self, model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
-        self._stepper.reload(weights)
+    def _reload(self, model: PreTrainedModel) -> None:
+        self._stepper.reload(named_weights(model))
         if not self._is_checked:
             gap = self._stepper.gap_to(model, self.vocab_size)
             tolerance = _SELF_CHECK_TOLERANCE.get(self._dtype, _SELF_CHECK_TOLERANCE_HALF)

@@ -6,7 +6,7 @@ Owns every call into vLLM. Invariant: after a reload no cache made with older we
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -214,12 +214,10 @@ class VLLMStepper:
         self._requests = {key: value for key, value in self._requests.items() if value not in gone}
         self._llm.abort_request(ids, internal=True)
 
-    def reload(self, weights: dict[str, torch.Tensor]) -> None:
+    def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load by vLLM's layer-wise reload, which also repacks weights; then drop the caches."""
         with random_state_kept():
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(weights.items())}
-            )
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError(
                 "vLLM refused to reset its prefix cache, so tokens would come from old weights. "

@@ -4,7 +4,7 @@ Owns the way from any supported learner to `(name, tensor)` and the accounting o
 loading them is each engine's own. Invariant: the learner is only read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +14,8 @@ from agent_vllm.errors import WeightSyncError
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 
-def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The learner's weights by checkpoint name, tied ones under each of their names.
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The learner's weights with their checkpoint names, tied ones under each of their names.
 
     The alias of a tied head is kept: an engine that holds its head apart would silently stay on the
     old one. Wrappers of DDP and `torch.compile` are taken off the names. Tensors share storage with
@@ -29,10 +29,10 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             "The learner is a PEFT model; syncing adapters is not supported yet. Train without "
             "`peft_config`, or merge the adapter (`model.merge_and_unload()`) first."
         )
-    return {_plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
+    return ((_plain_name(name), tensor.detach()) for name, tensor in model.state_dict().items())
 
 
-def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Tensor]) -> None:
+def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
     """Every expected tensor is there, in shape, and no other.
 
     Raises:
@@ -41,9 +41,9 @@ def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.
     missing = sorted(expected.keys() - given.keys())
     unknown = sorted(given.keys() - expected.keys())
     wrong = [
-        f"{name}: {list(given[name].shape)} instead of {list(shape)}"
+        f"{name}: {list(given[name])} instead of {list(shape)}"
         for name, shape in expected.items()
-        if name in given and given[name].shape != shape
+        if name in given and given[name] != shape
     ]
     if missing or unknown or wrong:
         raise WeightSyncError(
@@ -55,7 +55,7 @@ def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.
 
 def weight_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     """Names and shapes of `named_weights`, without the values."""
-    return {name: tensor.shape for name, tensor in named_weights(model).items()}
+    return {name: tensor.shape for name, tensor in named_weights(model)}
 
 
 def _plain_name(name: str) -> str:
