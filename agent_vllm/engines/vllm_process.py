@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from agent_vllm.engines import process_groups
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
@@ -96,6 +97,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
     """A `vllm.LLMEngine` in this process; with weights if the source has a path."""
     with ExitStack() as stack:
         stack.enter_context(host_process_kept())
+        stack.enter_context(process_groups.own_default_group())
         from vllm import EngineArgs, LLMEngine
 
         _prepare_architecture(source.config.architectures)
@@ -146,9 +148,13 @@ class VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
     def __init__(self, source: ModelSource, options: VLLMOptions) -> None:
-        had_default = torch.distributed.is_initialized()
         self.policy_version = 0
-        self._llm = _build(source, options)
+        process_groups.acquire(self)
+        try:
+            self._llm = _build(source, options)
+        except BaseException:
+            process_groups.release(self)
+            raise
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
@@ -158,7 +164,6 @@ class VLLMStepper:
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
         self.stats = EngineStats()
-        _process_groups.acquire(self, had_default=had_default)
 
     def add(self, request: GenerationRequest) -> None:
         from vllm import SamplingParams
@@ -249,36 +254,7 @@ class VLLMStepper:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze what it allocated
-        _process_groups.release(self)
-
-
-class _ProcessGroups:
-    """vLLM's process groups, which all engines of this process share; gone with the last one.
-
-    A default group that was there before vLLM is the learner's and stays.
-    """
-
-    def __init__(self) -> None:
-        self._users: set[VLLMStepper] = set()
-        self._default_is_ours = False
-
-    def acquire(self, user: VLLMStepper, *, had_default: bool) -> None:
-        if not self._users:
-            self._default_is_ours = not had_default
-        self._users.add(user)
-
-    def release(self, user: VLLMStepper) -> None:
-        from vllm.distributed import parallel_state
-
-        self._users.discard(user)
-        if self._users:
-            return
-        parallel_state.destroy_model_parallel()
-        if self._default_is_ours:
-            parallel_state.destroy_distributed_environment()
-
-
-_process_groups = _ProcessGroups()
+        process_groups.release(self)
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:
