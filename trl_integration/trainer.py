@@ -175,6 +175,12 @@ class AgentGRPOTrainer(GRPOTrainer):
             self.engine_life.learner_changed()
         return super().evaluate(*args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.args.device.type == "cpu":
+            # accelerate numbers the CPUs of several ranks, and torch can't load to "cpu:1"
+            vars(self.args)["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     # ---- rollouts, in the order in which TRL calls these ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
