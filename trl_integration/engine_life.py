@@ -47,12 +47,11 @@ class EngineLife:
     def sync(self) -> dict[str, float]:
         """Give the engine the learner's current weights; returns metrics."""
         start_s = time.perf_counter()
-        model = self._learner()
-        self.engine.update_policy(model)
+        self.engine.update_policy(self._learner())
         self._is_current = True
         seconds = time.perf_counter() - start_s
         self.sync_seconds += seconds
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        num_bytes = self.engine.num_synced_bytes
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
     def ensure_current(self) -> dict[str, float]:
