@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from tiny_agent import tiny_agent_path
 from tiny_tasks import SMALL_KINDS, TOOLS, correct_reward, make_tasks
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
@@ -108,9 +111,13 @@ def finish(trainer, folder, **facts):
         "log": trainer.state.log_history,
         "versions": trainer.rollout_engine.policy_version,
         "world_size": dist.get_world_size(),
-        "weights": sum(p.double().sum().item() for p in trainer.model.parameters()),
+        "weights": sum(whole(p).double().sum().item() for p in trainer.model.parameters()),
     }
     Path(folder, f"facts-{RANK}.json").write_text(json.dumps(facts))
+
+
+def whole(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 # ---- stories ----
@@ -206,6 +213,23 @@ def alone(folder):
     Path(folder, f"facts-{RANK}.json").write_text(json.dumps(facts))
 
 
+def sharded(folder):
+    """FSDP2 by accelerate, which offers it on GPUs: these ranks pass for some."""
+    AcceleratorState._reset_state()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    run = trainer(
+        folder,
+        "vllm",
+        max_steps=2,
+        fsdp=True,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+    )
+    run.train()
+    shards = [p.to_local().numel() for p in run.model.parameters() if isinstance(p, DTensor)]
+    whole = [p.numel() for p in run.model.parameters()]
+    finish(run, folder, num_shards=len(shards), share=sum(shards) / sum(whole))
+
+
 class LostEngine(TorchRolloutEngine):
     async def _sample(self, request):
         raise EngineError("lost")
@@ -220,7 +244,7 @@ def lost_engine(folder):
     finish(run, folder)
 
 
-STORIES = {f.__name__: f for f in (scripted, torch_engine, vllm_engine, alone, resumed, lost_engine)}
+STORIES = {f.__name__: f for f in (scripted, torch_engine, vllm_engine, alone, resumed, sharded, lost_engine)}
 
 
 def main():

@@ -53,14 +53,14 @@ def first(agent_path, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def resumed(first, tmp_path_factory):
-    """The vLLM story again from its checkpoint in the middle, by new processes."""
+def second(first, tmp_path_factory):
+    """The vLLM story again from its checkpoint in the middle by new processes, and FSDP2."""
     folder = tmp_path_factory.mktemp("again")
     checkpoint = Path("vllm_engine", "checkpoint-2")
     shutil.copytree(first[0] / checkpoint, folder / "resumed" / checkpoint.name)
-    code, output = launch(folder, "resumed")
+    code, output = launch(folder, "resumed", "sharded")
     assert code == 0, output[-3000:]
-    return folder / "resumed"
+    return folder
 
 
 @pytest.fixture(params=["scripted", "torch_engine", "vllm_engine"])
@@ -232,16 +232,25 @@ def test_an_engine_that_dies_on_one_rank_ends_the_run_on_both(first):
     assert re.search(r"EngineError: The engine failed on all 6 trajectories.*lost", output)
 
 
-def test_f13_two_ranks_resume_in_new_processes_token_by_token(first, resumed):
+def test_f13_two_ranks_resume_in_new_processes_token_by_token(first, second):
+    resumed = second / "resumed"
     whole = [[r for r in rank if r["step"] >= 2] for rank in records(first[0] / "vllm_engine")]
     again = records(resumed)
-    for names in (["step", "row"], ["seed", "prompt_ids", "completion_ids"], ["rewards"]):
-        assert [[[r[n] for n in names] for r in rank] for rank in again] == [
-            [[r[n] for n in names] for r in rank] for rank in whole
-        ]
-    assert {r["policy_versions"][0] for rank in again for r in rank} == {1, 2}
+    for name in (
+        "step", "row", "seed", "prompt_ids", "completion_ids", "rewards", "policy_versions",
+    ):  # fmt: skip
+        assert [[r[name] for r in rank] for rank in again] == [
+            [r[name] for r in rank] for rank in whole
+        ], name
     for step in (3, 4):  # D18: on the resumed weights, not the base model's
         assert logged(resumed, step, "sampling/logprob_gap/max") <= GAP
         for name in ("loss", "entropy", "num_tokens", "reward"):
             expected = logged(first[0] / "vllm_engine", step, name)
             assert logged(resumed, step, name) == pytest.approx(expected, abs=1e-4), name
+
+
+def test_fsdp2_ranks_train_and_their_engines_follow(second):
+    for rank in facts(second / "sharded"):
+        assert rank["num_shards"] > 20 and rank["share"] == pytest.approx(0.5, abs=0.01)
+        assert rank["versions"] == 1 + 2
+    assert max(logged(second / "sharded", step, "sampling/logprob_gap/max") for step in (1, 2)) <= GAP
