@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
 from agent_vllm.engines import vllm_engine as vllm_module
-from agent_vllm.engines.vllm_process import VLLMStepper
+from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.vllm_process import VLLMStepper, _completion_of
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,
@@ -438,3 +440,54 @@ def test_a_sampled_id_beyond_the_vocabulary_is_an_engine_error(scripted, tokeniz
     engine = scripted([[5, len(tokenizer)]])
     with pytest.raises(EngineError, match="sampled an id"):
         asyncio.run(engine.generate([1], max_new_tokens=4))
+
+
+# ---- what vLLM may hand back ----
+
+
+def vllm_output(**changes):
+    sample = {"token_ids": [5, 6], "finish_reason": "stop"}
+    sample["logprobs"] = SimpleNamespace(logprobs=changes.pop("logprobs", [-0.5, -0.5]))
+    if changes.pop("no_logprobs", False):
+        sample["logprobs"] = None
+    return SimpleNamespace(
+        prompt_token_ids=changes.pop("prompt", [1]), outputs=[SimpleNamespace(**sample | changes)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"no_logprobs": True}, "no logprobs"),
+        ({"finish_reason": None}, "finish_reason None"),
+        ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+        ({"logprobs": [-0.5]}, "inconsistent completion"),
+        ({"prompt": [1, 2]}, "changed the prompt"),
+    ],
+)
+def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
+    request = GenerationRequest(
+        prompt_ids=[1], max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
+    )
+    assert _completion_of(vllm_output(), request, 3).token_ids == [5, 6]
+    outcome = _completion_of(vllm_output(**changes), request, 3)
+    assert isinstance(outcome, EngineError) and message in str(outcome)
+
+
+@pytest.mark.vllm
+def test_c19_preempted_requests_come_back_whole(agent, monkeypatch):
+    """A cache of 12 blocks, two sequences long: of eight, some are thrown out and begin anew."""
+    model, tokenizer = agent
+    with VLLMRolloutEngine(model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15) as engine:
+        scheduler = engine._stepper._llm.engine_core.engine_core.scheduler
+        preempted, preempt = [], scheduler._preempt_request
+        monkeypatch.setattr(
+            scheduler, "_preempt_request", lambda *a, **k: (preempted.append(1), preempt(*a, **k))
+        )
+        ids = torch.tensor([[20, 30, 40]])
+        result = engine.rollout(ids, torch.ones_like(ids), 8, 150, temperature=1.0)
+    assert preempted
+    learner = predicted_logprobs(model(input_ids=result.output_ids).logits, result.output_ids)
+    distance = (learner[:, 2:] - result.per_token_logps) * result.completion_mask
+    assert distance.abs().max() <= 1e-5
+    assert result.completion_mask.sum(1).min() >= 1

@@ -48,7 +48,7 @@ def test_without_faults_it_is_the_engine(chat):
         (Fault.WRONG_LENGTH, "tokens where"),
     ],
 )
-def test_each_fault_ends_its_trajectory(chat, fault, error):
+def test_c08_c10_c19_each_fault_ends_its_trajectory(chat, fault, error):
     """The second of two turns is spoiled."""
     ((reason, told),), engine = ended(chat, [None, fault])
     assert reason == StopReason.ENGINE_ERROR and error in told

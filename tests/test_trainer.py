@@ -175,9 +175,9 @@ def test_d19_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(
     assert trainer.rollout_engine.policy_version - start == 1 + 6
 
 
-def test_d18_evaluation_uses_the_current_weights_without_training_first(make_trainer):
+def test_d18_f08_evaluation_uses_the_current_weights_without_training_first(make_trainer):
     trainer = make_trainer("torch", eval_dataset=rows(4, "test"), per_device_eval_batch_size=8)
-    metrics = trainer.evaluate()  # F08: before any training
+    metrics = trainer.evaluate()
     assert trainer.rollout_engine.policy_version == 1
     assert metrics["eval_sampling/logprob_gap/max"] <= GAP
     trainer.evaluate()
@@ -200,6 +200,22 @@ def test_f09_evaluation_groups_have_their_own_size(make_trainer):
     evaluations = [log for log in trainer.state.log_history if "eval_reward" in log]
     assert len(evaluations) == 2
     assert evaluations[1]["eval_sampling/logprob_gap/max"] <= GAP
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ],
+)
+def test_wrapped_learners_give_the_engine_their_weights(make_trainer, wrapped):
+    trainer = make_trainer("torch", **wrapped)
+    before = parameters(trainer.model)
+    trainer.train()
+    assert not torch.equal(before, parameters(trainer.model))
+    gaps = [log["sampling/logprob_gap/max"] for log in trainer.state.log_history[:2]]
+    assert max(gaps) <= GAP
 
 
 # ---- the loss ----

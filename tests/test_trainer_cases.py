@@ -1,13 +1,20 @@
 """Masks, lengths and ratios of multi-turn rows in the real TRL trainer."""
 
+import gc
+import math
+import tracemalloc
+import weakref
+
 import pytest
 import torch
 from datasets import Dataset
 from fakes import ids_of
 from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
+from transformers import AutoModelForCausalLM
 
 from agent_vllm import StopReason, TorchRolloutEngine
-from agent_vllm.testing import ScriptedRolloutEngine
+from agent_vllm.errors import EngineError
+from agent_vllm.testing import Fault, FaultyEngine, ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 ANSWER = "Yes."
@@ -24,7 +31,7 @@ def make_trainer(agent, tmp_path):
     model, tokenizer = agent
     trainers = []
 
-    def make(engine, eval_dataset=None, **settings):
+    def make(engine, eval_dataset=None, trainer_class=AgentGRPOTrainer, **settings):
         args = AgentGRPOConfig(
             **{
                 "output_dir": str(tmp_path / "out"),
@@ -40,7 +47,7 @@ def make_trainer(agent, tmp_path):
                 **settings,
             }
         )
-        trainer = AgentGRPOTrainer(
+        trainer = trainer_class(
             model=model,
             reward_funcs=correct_reward,
             args=args,
@@ -232,3 +239,141 @@ def test_e05_the_cap_holds_and_what_it_cut_is_counted(make_trainer, story, cap):
     cut = [t.stop_reason.is_truncated for t in trainer.trajectories]
     assert cut == [False, True, True, True]
     assert trainer._metrics["train"]["completions/clipped_ratio"] == [0.75]
+
+
+# ---- what the engine says of its tokens ----
+
+
+@pytest.mark.parametrize("fault", [Fault.NAN_LOGPROB, Fault.MISSING_LOGPROBS])
+def test_c08_a_row_without_finite_logprobs_is_left_out_and_counted(make_trainer, story, fault):
+    def spoiled(request):  # one conversation, however often it is asked for
+        return fault if CALL in story.tokenizer.decode(request.prompt_ids) else None
+
+    trainer = make_trainer(SpoiledEngine(story, spoiled))
+    inputs = scored(trainer)
+    reasons = [t.stop_reason for t in trainer.trajectories]
+    assert reasons.count(StopReason.ENGINE_ERROR) == 1
+    assert not trained(inputs)[reasons.index(StopReason.ENGINE_ERROR)].any()
+    assert trainer._metrics["train"]["rollout/stop_reason/engine_error"] == [0.25]
+    assert trainer._metrics["train"]["rollout/failed_tokens"] == [len(ids_of(story.tokenizer, CALL)) + 1]
+    loss = loss_of(trainer, inputs)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert all(p.grad.isfinite().all() for p in trainer.model.parameters())
+
+
+class SpoiledEngine(FaultyEngine):
+    """Faults by request."""
+
+    def __init__(self, engine, fault_of):
+        super().__init__(engine, [])
+        self._chosen = fault_of
+
+    def _fault_of(self, request):
+        return self._chosen(request)
+
+
+class FixedDistance(AgentGRPOTrainer):
+    """A learner that gives every token, observed ones too, the logprob -0.49."""
+
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, num_columns, **kwargs):
+        return torch.full((len(ids), num_columns), -0.49), None, None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"mode": "sequence_truncate", "clip_max": 1e9}, math.exp(4)),
+        ({"mode": "sequence_truncate", "clip_max": 3.0}, 3.0),
+        ({"mode": "sequence_mask", "clip_max": 3.0}, 0.0),
+        ({"mode": "token_truncate", "clip_max": 3.0}, math.exp(0.01)),
+    ],
+)
+def test_c09_a_sequences_ratio_is_the_product_over_its_sampled_tokens(
+    make_trainer, agent, settings, expected
+):
+    """400 sampled tokens, each 0.01 more likely to the learner, around an observation."""
+    tokenizer = agent[1]
+    call = [*ids_of(tokenizer, CALL), tokenizer.eos_token_id]
+    answer = [ids_of(tokenizer, "yes")[0]] * (400 - len(call) - 1) + [tokenizer.eos_token_id]
+
+    def script(request):
+        return answer if CALL in tokenizer.decode(request.prompt_ids) else call
+
+    trainer = make_trainer(
+        ScriptedRolloutEngine(tokenizer, script, max_model_len=1024),
+        trainer_class=FixedDistance,
+        max_completion_length=600,
+        old_logprobs="recomputed",
+        **{f"vllm_importance_sampling_{name}": value for name, value in settings.items()},
+    )
+    inputs = scored(trainer)
+    assert {t.num_sampled_tokens for t in trainer.trajectories} == {400}
+    ratio = inputs["importance_sampling_ratio"]
+    if ratio.shape[1] > 1:
+        ratio = ratio[trained(inputs).bool()]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, expected), rtol=1e-4, atol=0)
+    metrics = trainer._metrics["train"]
+    assert metrics["sampling/importance_sampling_ratio/mean"] == [pytest.approx(expected, rel=1e-4)]
+    assert metrics["sampling/sampling_logp_difference/mean"] == [pytest.approx(0.01, rel=1e-4)]
+
+
+def test_c10_an_engine_without_logprobs_stops_the_run_at_the_first_batch(make_trainer, story):
+    trainer = make_trainer(SpoiledEngine(story, lambda _: Fault.MISSING_LOGPROBS))
+    with pytest.raises(EngineError, match=r"failed on all 4.*gave logprob None for token 0"):
+        scored(trainer)
+
+
+# ---- logs and memory ----
+
+
+def test_f12_the_completions_table_shows_calls_and_results(make_trainer, story, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    trainer = make_trainer(story, log_completions=True, max_steps=1, logging_steps=1)
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("calculator", "1 + 2", ANSWER))
+    (table,) = (tmp_path / "out" / "completions").glob("*.parquet")
+    kept = Dataset.from_parquet(str(table), cache_dir=str(tmp_path))["completion"]
+    calls = [m["tool_calls"] for row in kept for m in row if m.get("tool_calls")]
+    results = [m["content"] for row in kept for m in row if m["role"] == "tool"]
+    assert len(calls) == 2 and results == ["3", "5"]
+
+
+def test_f18_rollouts_leave_nothing_in_memory(make_trainer, agent):
+    tokenizer = agent[1]
+
+    def script(request):
+        called = CALL in tokenizer.decode(request.prompt_ids)
+        return [*ids_of(tokenizer, ANSWER if called else CALL), tokenizer.eos_token_id]
+
+    engine = ScriptedRolloutEngine(tokenizer, script, max_model_len=1024)
+    trainer = make_trainer(engine, record_rollouts=True)
+
+    def roll_out(num_rollouts):
+        for _ in range(num_rollouts):
+            scored(trainer)
+            trainer._metrics["train"].clear()  # as TRL's log does
+            engine.requests.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+
+    tracemalloc.start()
+    try:
+        warm_bytes, warm_objects = roll_out(20)
+        num_bytes, num_objects = roll_out(100)
+    finally:
+        tracemalloc.stop()
+    assert num_bytes - warm_bytes < 400 * 200  # of 400 trajectories, each has 800 bytes of ids
+    assert num_objects - warm_objects < 400 * 5  # and more than 50 objects
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_f18_an_engine_keeps_no_tensor_of_a_learner(agent, agent_path, name, request):
+    engine = TorchRolloutEngine(*agent) if name == "torch" else request.getfixturevalue("vllm_engine")
+    learner = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    engine.update_policy(learner)
+    tensors = [weakref.ref(parameter) for parameter in learner.parameters()]
+    del learner
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)

@@ -54,13 +54,6 @@ def test_the_tensors_are_the_learners_own_without_gradients():
     assert not weight.requires_grad and model.model.norm.weight.requires_grad
 
 
-def test_d07_adapters_are_refused_with_the_remedy():
-    model = learner()
-    model.peft_config = {}
-    with pytest.raises(WeightSyncError, match="merge_and_unload"):
-        named_weights(model)
-
-
 def test_d15_missing_unknown_and_misshapen_tensors_are_named():
     expected, given = weight_shapes(learner()), weight_shapes(learner())
     check_weights(expected, given)

@@ -82,11 +82,6 @@ def check_setup(trainer: Any) -> None:
     """What is known only once TRL has set itself up."""
     if trainer._is_vlm:
         raise ValueError("Vision-language models are not supported: rollouts are text only.")
-    if trainer._dist.is_zero3 or trainer._dist.is_fsdp:
-        raise ValueError(
-            "Sharded learners (FSDP, DeepSpeed ZeRO-3) are not supported yet: the engine reads "
-            "whole tensors. Use DDP or one process."
-        )
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:
         trainer.accelerator.print(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from trl_integration.config import AgentGRPOConfig
@@ -47,21 +47,25 @@ class EngineLife:
     def sync(self) -> dict[str, float]:
         """Give the engine the learner's current weights; returns metrics."""
         start_s = time.perf_counter()
-        model = self._learner()
-        self.engine.update_policy(model)
+        self.engine.update_policy(self._learner())
         self._is_current = True
         seconds = time.perf_counter() - start_s
         self.sync_seconds += seconds
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        num_bytes = self.engine.num_synced_bytes
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
     def ensure_current(self) -> dict[str, float]:
         """Sync if the learner may have changed since the last time; returns metrics."""
         return {} if self._is_current else self.sync()
 
-    def learner_changed(self) -> None:
-        """The learner's weights are not the engine's any more, or nobody knows."""
+    def learner_changed(self, num_steps: int = 0) -> None:
+        """The learner's weights are not the engine's any more, or nobody knows.
+
+        Args:
+            num_steps: that the learner has made. Versions of a resumed run go on from there.
+        """
         self._is_current = False
+        self.engine.policy_version = max(self.engine.policy_version, num_steps)
 
     def close(self) -> None:
         """Close the engine if it was built here."""
@@ -82,16 +86,16 @@ class SyncAfterSteps(TrainerCallback):
     """After every optimizer step the learner's weights go to the engine.
 
     Args:
-        learner_changed: called when training begins.
+        learner_changed: called when training begins, with the steps made so far.
         sync: called after each step.
     """
 
-    def __init__(self, learner_changed: Callable[[], Any], sync: Callable[[], Any]) -> None:
+    def __init__(self, learner_changed: Callable[[int], Any], sync: Callable[[], Any]) -> None:
         self._learner_changed = learner_changed
         self._sync = sync
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._learner_changed()  # a checkpoint may just have been loaded
+    def on_train_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+        self._learner_changed(state.global_step)  # a checkpoint may just have been loaded
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._sync()

@@ -187,6 +187,30 @@ def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[
     }
 
 
+def correction_metrics(
+    output: Mapping[str, torch.Tensor], accelerator: Accelerator
+) -> dict[str, float]:
+    """TRL's means of its importance-sampling correction, each token counted once.
+
+    TRL averages them over processes, however many tokens each has.
+
+    Args:
+        output: of TRL's `_generate_and_score_completions`; tensors `[B, C]`, the ratio `[B, 1]` in
+            the sequence modes.
+    """
+    ratio = output["importance_sampling_ratio"]
+    mask = (output["completion_mask"] * output["tool_mask"]).bool()
+    difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
+    ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
+    local = [difference.sum(), difference.numel(), ratios.sum(), ratios.numel()]
+    ranks = accelerator.gather(torch.tensor([local], device=accelerator.device))
+    difference_sum, num_tokens, ratio_sum, num_ratios = ranks.sum(dim=0).tolist()
+    return {
+        "sampling/sampling_logp_difference/mean": difference_sum / max(num_tokens, 1),
+        "sampling/importance_sampling_ratio/mean": ratio_sum / max(num_ratios, 1),
+    }
+
+
 class GapMeter:
     """The engine's logprobs against the learner's, while both hold the same weights."""
 

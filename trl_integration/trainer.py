@@ -30,7 +30,12 @@ from trl_integration.checks import check_arguments, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, SyncAfterSteps
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
-from trl_integration.metrics import GapMeter, ledger_metrics, rollout_metrics
+from trl_integration.metrics import (
+    GapMeter,
+    correction_metrics,
+    ledger_metrics,
+    rollout_metrics,
+)
 from trl_integration.recording import RecordedRollout, TrainingRecord
 from trl_integration.row_tools import select_tools
 
@@ -170,6 +175,12 @@ class AgentGRPOTrainer(GRPOTrainer):
             self.engine_life.learner_changed()
         return super().evaluate(*args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.args.device.type == "cpu":
+            # accelerate numbers the CPUs of several ranks, and torch can't load to "cpu:1"
+            vars(self.args)["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     # ---- rollouts, in the order in which TRL calls these ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,6 +189,9 @@ class AgentGRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        elif "importance_sampling_ratio" in output:
+            for name, value in correction_metrics(output, self.accelerator).items():
+                self._metrics[self._mode][name][-1] = value
         trained = self._leave_out(output)
         if self._record is not None:
             learner = output.get("old_per_token_logps") if self.use_vllm else None

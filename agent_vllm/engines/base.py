@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -86,6 +86,10 @@ class RolloutEngine(ABC):
         max_model_len: prompt and completion together, in tokens.
         eos_token_ids: a sequence ends when one of them is sampled; the token is kept.
         seed: of the seeds given to requests that bring none.
+
+    Attributes:
+        policy_version: how many updates there were.
+        num_synced_bytes: what the latest update gave the engine, if it was not shared.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class RolloutEngine(ABC):
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.policy_version = 0
+        self.num_synced_bytes = 0
         self._seeds = random.Random(seed)
         # One int object an id: a fresh one for each sampled token would be 32 bytes.
         self._shared_ids = list(range(vocab_size))
@@ -113,6 +118,15 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _load_weights(self, model: PreTrainedModel) -> None:
         """Make the learner's current weights the engine's; drop every cache made with others."""
+
+    def _counted(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights; their bytes are counted as those of this update."""
+        self.num_synced_bytes = 0
+        for name, tensor in weights:
+            self.num_synced_bytes += tensor.nbytes
+            yield name, tensor
 
     def stats(self) -> EngineStats | None:
         """Counters for metrics; None where the engine keeps none."""

@@ -145,8 +145,8 @@ class StepDriver:
                 errands, self._errands = self._errands, []
             self._drop(cancelled & in_engine)
             in_engine -= cancelled
-            for function, errand in errands:
-                _run_errand(function, errand)
+            while errands:  # what has run is let go: it may hold a learner
+                _run_errand(*errands.pop(0))
             in_engine |= self._admit([r for r in incoming if r not in cancelled])
             if in_engine:
                 in_engine -= self._step(in_engine)

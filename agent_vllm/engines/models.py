@@ -17,12 +17,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agent_vllm.engines.weight_sync import weight_shapes
+from agent_vllm.engines.adapters import is_tied
+from agent_vllm.engines.sharding import on_meta, plain_class
+from agent_vllm.engines.weight_sync import plain_model, weight_shapes
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Ids that the model's embedding can look up."""
-    return cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    return on_meta(cast(torch.nn.Embedding, model.get_input_embeddings()).weight).shape[0]
 
 
 def context_length(config: Any) -> int:
@@ -59,6 +61,11 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The tokenizer's pad id; where it has none its end token, as padding is told by masks."""
     pad_id = tokenizer.pad_token_id
     return cast(int, tokenizer.eos_token_id if pad_id is None else pad_id)
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Whether the model's weights are in a quantised form."""
+    return getattr(model.config, "quantization_config", None) is not None
 
 
 @contextmanager
@@ -98,16 +105,15 @@ def model_source(
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ValueError("`tokenizer` must be given with a model object, got None.")
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.architectures = [type(model).__name__]
+        plain = plain_model(model)
         return ModelSource(
             path=None,
-            config=config,
+            config=own_config(plain),
             tokenizer=tokenizer,
-            dtype=model.dtype,
-            vocab_size=vocabulary_size(model),
-            eos_token_ids=end_token_ids(model, tokenizer),
-            shapes=weight_shapes(model),
+            dtype=plain.dtype,
+            vocab_size=vocabulary_size(plain),
+            eos_token_ids=end_token_ids(plain, tokenizer),
+            shapes=weight_shapes(plain),
         )
     config = AutoConfig.from_pretrained(model)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
@@ -126,3 +132,12 @@ def model_source(
         eos_token_ids=merge_end_token_ids(tokenizer.eos_token_id, generation_eos),
         shapes=weight_shapes(skeleton),
     )
+
+
+def own_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """A copy of the model's config that says what the model is now."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [plain_class(model).__name__]
+    if not is_tied(model):  # an adapter on the embedding, or a trained copy of the head
+        config.tie_word_embeddings = False
+    return config

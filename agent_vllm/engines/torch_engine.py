@@ -29,8 +29,16 @@ from transformers.generation.logits_process import (
 from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import StepDriver
-from agent_vllm.engines.models import context_length, evaluating, model_source
-from agent_vllm.engines.weight_sync import check_weights, weight_shapes
+from agent_vllm.engines.host_state import random_state_kept
+from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
+from agent_vllm.engines.sharding import is_sharded, plain_class
+from agent_vllm.engines.weight_sync import (
+    check_weights,
+    module_shapes,
+    module_weights,
+    plain_model,
+    weight_shapes,
+)
 from agent_vllm.logprobs import gather_logprobs
 from agent_vllm.types import Completion
 
@@ -38,8 +46,9 @@ from agent_vllm.types import Completion
 class TorchRolloutEngine(RolloutEngine):
     """Samples from a transformers model in this process.
 
-    Built from a model, it shares that module: `update_policy` with the same model costs nothing.
-    It generates in eval mode and puts the model's mode back.
+    Built from a model, it shares that module, adapters and all: an update costs nothing. It
+    generates in eval mode and puts the model's mode back. A sharded learner can't be run inside of
+    a rollout, where ranks go their own ways: of such the engine keeps a whole copy.
 
     Args:
         model: a causal language model, or a path or id to load one from.
@@ -77,7 +86,8 @@ class TorchRolloutEngine(RolloutEngine):
             seed=seed,
         )
         self._shapes = source.shapes
-        self._batch = _WholeBatches(model, self.tokenizer, max_batch_size)
+        self._copy: PreTrainedModel | None = None
+        self._batch = _WholeBatches(self._runnable(model), self.tokenizer, max_batch_size)
         self._driver = StepDriver("torch rollout engine")
         self._driver.attach(self._batch)
 
@@ -86,12 +96,44 @@ class TorchRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        if model is not self._batch.model:
+        if plain_model(model) is not self._batch.model:
             check_weights(self._shapes, weight_shapes(model))
-        self._driver.call(lambda: setattr(self._batch, "model", model))
+        self._driver.call(lambda: setattr(self._batch, "model", self._runnable(model)))
+
+    def _runnable(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The learner's own module, or where it is sharded the engine's copy of it."""
+        plain = plain_model(model)
+        self.num_synced_bytes = 0
+        if not is_sharded(plain):
+            return plain
+        if self._copy is None:
+            self._copy = _like(plain)
+        self._fill(self._copy, plain)
+        return self._copy
+
+    @torch.no_grad()
+    def _fill(self, copy: PreTrainedModel, learner: PreTrainedModel) -> None:
+        own = copy.state_dict()
+        check_weights(
+            {name: tensor.shape for name, tensor in own.items()},
+            module_shapes(learner),
+        )
+        for name, tensor in self._counted(module_weights(learner)):
+            own[name].copy_(tensor)
 
     def close(self) -> None:
         self._driver.close()
+
+
+def _like(learner: PreTrainedModel) -> PreTrainedModel:
+    """A whole model of the learner's kind, on its device; weights follow."""
+    with random_state_kept():
+        model = plain_class(learner)._from_config(  # type: ignore[attr-defined]
+            own_config(learner),
+            dtype=learner.dtype,
+            attn_implementation=learner.config._attn_implementation,
+        )
+    return model.to(next(learner.parameters()).device)
 
 
 class _WholeBatches:

@@ -8,22 +8,36 @@ of the GPU's memory, which has not been run.
 """
 
 import importlib.util
+import weakref
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agent_vllm.engines.adapters import adapter_alone, adapter_rank, has_adapters, why_not_alone
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import StepDriver
-from agent_vllm.engines.models import context_length, model_source
-from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
-from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
+from agent_vllm.engines.models import context_length, is_quantised, model_source
+from agent_vllm.engines.sharding import is_sharded
+from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper, check_sleep_mode
+from agent_vllm.engines.weight_sync import (
+    check_weights,
+    named_weights,
+    plain_model,
+    weight_shapes,
+)
 from agent_vllm.errors import EngineUnavailableError, WeightSyncError
 from agent_vllm.types import Completion
 
 _SELF_CHECK_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 a token
 _SELF_CHECK_TOLERANCE_HALF = 0.5
+
+
+AdapterSync = Literal["auto", "adapter", "merged"]
+_PATH_LORA_RANK = 16  # of an engine that has not seen its learner; `engine_args` can raise it
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -41,6 +55,10 @@ class VLLMRolloutEngine(RolloutEngine):
         gpu_memory_utilization: share of the GPU that vLLM may take; the learner needs the rest.
         kv_cache_memory_bytes: size of the key/value cache; on CPU the default is what
             `max_num_seqs` sequences can use, at most 1 GiB.
+        adapter_sync: how a PEFT learner's weights get here. `"adapter"`: its base once, then the
+            LoRA adapter alone, as vLLM applies it. `"merged"`: all weights each time, the adapter
+            merged into copies. `"auto"`: the adapter alone where that is all that is trained.
+        sleep_mode: the engine can `sleep`, which gives a GPU's memory back.
         seed: of requests that bring no seed.
         engine_args: further arguments of `vllm.EngineArgs`, by its own names.
 
@@ -59,10 +77,18 @@ class VLLMRolloutEngine(RolloutEngine):
         max_num_seqs: int = 128,
         gpu_memory_utilization: float = 0.3,
         kv_cache_memory_bytes: int | None = None,
+        adapter_sync: AdapterSync = "auto",
+        sleep_mode: bool = False,
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         _require_vllm()
+        if adapter_sync not in get_args(AdapterSync):
+            raise ValueError(
+                f"`adapter_sync` must be one of {get_args(AdapterSync)}, got {adapter_sync!r}."
+            )
+        if sleep_mode:
+            check_sleep_mode()
         source = model_source(model, tokenizer)
         super().__init__(
             tokenizer=source.tokenizer,
@@ -74,12 +100,16 @@ class VLLMRolloutEngine(RolloutEngine):
         self._shapes = source.shapes
         self._dtype = dtype or source.dtype
         self._is_checked = False
+        self._adapter_sync = adapter_sync
+        self._base: weakref.ref | None = None  # whose weights, without adapters, the engine holds
         options = VLLMOptions(
             dtype=self._dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            lora_rank=_lora_rank(model, adapter_sync),
+            sleep_mode=sleep_mode,
             further=engine_args or {},
         )
         self._driver = StepDriver("vllm rollout engine")
@@ -101,22 +131,57 @@ class VLLMRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        check_weights(self._shapes, weight_shapes(model))
-        self._driver.call(lambda: self._reload(model))
+        alone = self._sends_adapter_alone(model)
+        base = plain_model(model)
+        has_base = self._base is not None and self._base() is base
+        if alone and (has_base or is_quantised(base)):
+            self._driver.call(lambda: self._load(model, None, alone=True))
+        else:
+            check_weights(self._shapes, weight_shapes(model))
+            self._base = None
+            with closing(named_weights(model, merged=not alone)) as weights:
+                self._driver.call(lambda: self._load(model, self._counted(weights), alone=alone))
+        self._base = weakref.ref(base) if alone else None
 
-    def _reload(self, model: PreTrainedModel) -> None:
-        self._stepper.reload(named_weights(model))
-        if not self._is_checked:
-            gap = self._stepper.gap_to(model, self.vocab_size)
-            tolerance = _SELF_CHECK_TOLERANCE.get(self._dtype, _SELF_CHECK_TOLERANCE_HALF)
-            if not gap <= tolerance:
-                raise WeightSyncError(
-                    f"After the first sync the engine's logprobs are {gap:.3g} away from the "
-                    f"learner's (at most {tolerance:g} is normal in {self._dtype}). vLLM's "
-                    "implementation of this model doesn't hold the same weights; use the torch "
-                    "engine."
-                )
-            self._is_checked = True
+    def _sends_adapter_alone(self, model: PreTrainedModel) -> bool:
+        if self._stepper.adapter is None or self._adapter_sync == "merged":
+            return False
+        return self._adapter_sync == "adapter" or why_not_alone(model) is None
+
+    def _load(
+        self,
+        model: PreTrainedModel,
+        weights: Iterator[tuple[str, torch.Tensor]] | None,
+        *,
+        alone: bool,
+    ) -> None:
+        adapter = adapter_alone(model) if alone else None
+        self._stepper.load(weights, adapter)
+        self.num_synced_bytes = 0 if weights is None else self.num_synced_bytes
+        self.num_synced_bytes += sum(tensor.nbytes for tensor in (adapter or {}).values())
+        if not self._is_checked and not is_sharded(model):
+            self._check_against(model)
+
+    def _check_against(self, model: PreTrainedModel) -> None:
+        gap = self._stepper.gap_to(plain_model(model), self.vocab_size)
+        tolerance = _SELF_CHECK_TOLERANCE.get(self._dtype, _SELF_CHECK_TOLERANCE_HALF)
+        if not gap <= tolerance:
+            raise WeightSyncError(
+                f"After the first sync the engine's logprobs are {gap:.3g} away from the "
+                f"learner's (at most {tolerance:g} is normal in {self._dtype}). vLLM's "
+                "implementation of this model doesn't hold the same weights; use the torch "
+                "engine."
+            )
+        self._is_checked = True
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until the next update; what was in it is lost.
+
+        Raises:
+            EngineBusyError: requests are in flight.
+        """
+        self._base = None
+        self._driver.call(self._stepper.sleep)
 
     def stats(self) -> EngineStats:
         return self._stepper.stats
@@ -125,6 +190,15 @@ class VLLMRolloutEngine(RolloutEngine):
         if self._driver.is_open:
             self._driver.call(self._stepper.shutdown, even_if_busy=True)
         self._driver.close()
+
+
+def _lora_rank(model: PreTrainedModel | str | Path, adapter_sync: AdapterSync) -> int | None:
+    if adapter_sync == "merged":
+        return None
+    if isinstance(model, str | Path):
+        return _PATH_LORA_RANK if adapter_sync == "adapter" else None
+    is_alone = has_adapters(model) and why_not_alone(model) is None
+    return adapter_rank(model) if is_alone else None
 
 
 def _require_vllm() -> None:

@@ -6,18 +6,20 @@ Owns every call into vLLM. Invariant: after a reload no cache made with older we
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from agent_vllm.engines import process_groups
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource, evaluating
+from agent_vllm.engines.vllm_adapter import LoadedAdapter, lora_args
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
@@ -42,10 +44,14 @@ class VLLMOptions:
     max_num_seqs: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
+    lora_rank: int | None  # None: no adapters
+    sleep_mode: bool
     further: dict[str, Any]
 
     def engine_args(self, config: PreTrainedConfig) -> dict[str, Any]:
         device = self._cpu_args(config) if _on_cpu() else self._cuda_args()
+        if self.lora_rank is not None:
+            device |= lora_args(self.lora_rank)
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
@@ -57,6 +63,7 @@ class VLLMOptions:
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "seed": 0,
+            "enable_sleep_mode": self.sleep_mode,
             **device,
             **self.further,
         }
@@ -92,10 +99,28 @@ def _cpu_kv_cache_bytes(
     return max(min(sequence * max_num_seqs, _CPU_KV_CACHE_LIMIT), 2 * sequence)
 
 
+def check_sleep_mode() -> None:
+    """Whether vLLM can give its memory back between rollouts.
+
+    Raises:
+        ValueError: not on this platform.
+    """
+    with host_process_kept():
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            raise ValueError(
+                "`sleep_mode` (the trainer's `vllm_enable_sleep_mode`) must be False here, got "
+                "True: vLLM's sleep mode is not supported on this platform "
+                f"({current_platform.device_type}), where there is no GPU memory to give back."
+            )
+
+
 def _build(source: ModelSource, options: VLLMOptions) -> Any:
     """A `vllm.LLMEngine` in this process; with weights if the source has a path."""
     with ExitStack() as stack:
         stack.enter_context(host_process_kept())
+        stack.enter_context(process_groups.own_default_group())
         from vllm import EngineArgs, LLMEngine
 
         _prepare_architecture(source.config.architectures)
@@ -146,21 +171,28 @@ class VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
     def __init__(self, source: ModelSource, options: VLLMOptions) -> None:
-        had_default = torch.distributed.is_initialized()
         self.policy_version = 0
-        self._llm = _build(source, options)
+        process_groups.acquire(self)
+        try:
+            self._llm = _build(source, options)
+        except BaseException:
+            process_groups.release(self)
+            raise
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
         if _on_cpu():
             _draw_seeded_noise_alone(self._llm)
+        self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
+        self._is_asleep = False
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
         self.stats = EngineStats()
-        _process_groups.acquire(self, had_default=had_default)
 
     def add(self, request: GenerationRequest) -> None:
+        if self._is_asleep:
+            raise EngineError("The engine is asleep. Give it the learner's weights to wake it up.")
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -181,7 +213,10 @@ class VLLMStepper:
         )
         request_id = str(next(self._counter))
         prompt = {"prompt_token_ids": request.prompt_ids}
-        self._internal_ids[request] = self._llm.add_request(request_id, prompt, params)
+        lora = self.adapter and self.adapter.request
+        self._internal_ids[request] = self._llm.add_request(
+            request_id, prompt, params, lora_request=lora
+        )
         self._requests[request_id] = request
 
     def step(self) -> list[tuple[GenerationRequest, Outcome]]:
@@ -214,15 +249,60 @@ class VLLMStepper:
         self._requests = {key: value for key, value in self._requests.items() if value not in gone}
         self._llm.abort_request(ids, internal=True)
 
-    def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load by vLLM's layer-wise reload, which also repacks weights; then drop the caches."""
+    def load(
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]] | None,
+        adapter: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        """Give the engine weights, an adapter or both; then drop all caches made with others.
+
+        A sleeping engine is woken: what it holds weights in first, its key/value cache last.
+
+        Args:
+            weights: by their checkpoint's names; None keeps those that are there.
+            adapter: None leaves the model without one.
+        """
+        if self._is_asleep:
+            self._llm.wake_up(tags=["weights"])
         with random_state_kept():
+            if self.adapter is not None:
+                self.adapter.drop()
+            if weights is not None:
+                self.reload(weights)
+            if adapter is not None:
+                assert self.adapter is not None
+                self.adapter.load(adapter)
+        self._drop_caches()
+        if self._is_asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._is_asleep = False
+
+    def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's layer-wise reload also repacks weights; here every one is accounted for."""
+        model = self._llm.model_executor.driver_worker.model_runner.get_model()
+        names = [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
+        with _loads_noted(model) as loaded:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        missing = sorted(set(names) - loaded)
+        if missing:
+            raise WeightSyncError(
+                f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
+                "this model has other names; use the torch engine."
+            )
+
+    def _drop_caches(self) -> None:
+        self._llm.reset_mm_cache()
+        self._llm.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError(
                 "vLLM refused to reset its prefix cache, so tokens would come from old weights. "
                 "Requests are still running."
             )
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back; `load` with all weights wakes up."""
+        self._llm.sleep(level=2)
+        self._is_asleep = True
 
     def gap_to(self, model: PreTrainedModel, vocab_size: int) -> float:
         """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
@@ -249,36 +329,25 @@ class VLLMStepper:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze what it allocated
-        _process_groups.release(self)
+        process_groups.release(self)
 
 
-class _ProcessGroups:
-    """vLLM's process groups, which all engines of this process share; gone with the last one.
+@contextmanager
+def _loads_noted(model: Any) -> Iterator[set[str]]:
+    """The names of the parameters that the model's own loader says it has loaded."""
+    names: set[str] = set()
+    load = model.load_weights
 
-    A default group that was there before vLLM is the learner's and stays.
-    """
+    def load_weights(weights: Any) -> Any:
+        loaded = load(weights)
+        names.update(loaded)
+        return loaded
 
-    def __init__(self) -> None:
-        self._users: set[VLLMStepper] = set()
-        self._default_is_ours = False
-
-    def acquire(self, user: VLLMStepper, *, had_default: bool) -> None:
-        if not self._users:
-            self._default_is_ours = not had_default
-        self._users.add(user)
-
-    def release(self, user: VLLMStepper) -> None:
-        from vllm.distributed import parallel_state
-
-        self._users.discard(user)
-        if self._users:
-            return
-        parallel_state.destroy_model_parallel()
-        if self._default_is_ours:
-            parallel_state.destroy_distributed_environment()
-
-
-_process_groups = _ProcessGroups()
+    model.load_weights = load_weights
+    try:
+        yield names
+    finally:
+        del model.load_weights
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:

@@ -1,35 +1,79 @@
 """A learner's weights under their plain names.
 
 Owns the way from any supported learner to `(name, tensor)` and the accounting of names and shapes;
-loading them is each engine's own. Invariant: the learner is only read.
+loading them is each engine's own. A learner may be wrapped by DDP, DeepSpeed, `torch.compile` and
+checkpoint wrappers in any order, sharded by FSDP2 or ZeRO-3, and adapted by PEFT. Invariant: the
+learner is only read, and one tensor (of adapted or packed weights: one layer's) is whole at a time.
+
+Where the learner is sharded, reading values is a collective call: every rank iterates, in the same
+order. Names and shapes never are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from agent_vllm.engines.adapters import adapted_units, base_model, is_adapted
+from agent_vllm.engines.checkpoint_names import checkpoint_units
+from agent_vllm.engines.sharding import (
+    WeightUnit,
+    is_sharded,
+    own_tensors,
+    reshard,
+    tensor_unit,
+    unwrapped,
+)
 from agent_vllm.errors import WeightSyncError
 
-_WRAPPERS = frozenset({"module", "_orig_mod"})
+NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
 
 
-def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The learner's weights with their checkpoint names, tied ones under each of their names.
+def plain_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The model inside of all wrappers: whose config and class an engine is built from."""
+    return base_model(model)  # type: ignore[return-value]
 
-    The alias of a tied head is kept: an engine that holds its head apart would silently stay on the
-    old one. Wrappers of DDP and `torch.compile` are taken off the names. Tensors share storage with
-    the model.
+
+def named_weights(model: torch.nn.Module, *, merged: bool = True) -> NamedTensors:
+    """The learner's weights as its checkpoint names them, adapters merged or left out.
+
+    A tied head comes under each of its names: an engine that holds its head apart would silently
+    stay on the old one. Packed experts come one by one. Tensors that are neither sharded, merged
+    nor converted share storage with the model.
+
+    Where the learner is sharded all ranks must iterate, and an iterator that is closed early
+    gathers the rest, so that no rank is left waiting (`contextlib.closing`; `join_gathers` where a
+    rank needs no values).
 
     Raises:
-        WeightSyncError: the model holds adapters, which have to be merged first.
+        WeightSyncError: the learner has no plain weights: quantised, FSDP1, prompt tuning.
     """
-    if hasattr(model, "peft_config"):
-        raise WeightSyncError(
-            "The learner is a PEFT model; syncing adapters is not supported yet. Train without "
-            "`peft_config`, or merge the adapter (`model.merge_and_unload()`) first."
-        )
-    return ((_plain_name(name), tensor.detach()) for name, tensor in model.state_dict().items())
+    units = _plain_units(model, merged=merged)
+    return _read(checkpoint_units(plain_model(model), units), model)
+
+
+def module_weights(model: torch.nn.Module) -> NamedTensors:
+    """As `named_weights`, by the names of the model's own modules: for a copy of the model."""
+    return _read(_plain_units(model), model)
+
+
+def module_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Names and global shapes of `module_weights`."""
+    return {name: t.shape for unit in _plain_units(model) for name, t in unit.meta.items()}
+
+
+def join_gathers(model: torch.nn.Module) -> None:
+    """Take part in the gathering of `named_weights` on a rank whose engine needs no values."""
+    if is_sharded(model):
+        for _ in named_weights(model):
+            pass
+
+
+def weight_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Names and global shapes of `named_weights`, without values and collective calls."""
+    units = checkpoint_units(plain_model(model), _plain_units(model))
+    return {name: tensor.shape for unit in units for name, tensor in unit.meta.items()}
 
 
 def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
@@ -53,10 +97,37 @@ def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.
         )
 
 
-def weight_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Names and shapes of `named_weights`, without the values."""
-    return {name: tensor.shape for name, tensor in named_weights(model)}
+def _plain_units(model: torch.nn.Module, *, merged: bool = True) -> list[WeightUnit]:
+    plain = plain_model(model)
+    if getattr(plain.config, "quantization_config", None) is not None:
+        raise WeightSyncError(
+            "The learner's base weights are quantised, and an engine's can't be replaced by such. "
+            "Build the engine from the checkpoint's path and train a LoRA adapter, which is then "
+            "sent by itself; or load the learner without quantisation."
+        )
+    reshard(plain)
+    return list(_units(plain, merged=merged))
 
 
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _units(module: torch.nn.Module, prefix: str = "", *, merged: bool) -> Iterator[WeightUnit]:
+    """In the order of `state_dict`."""
+    module = unwrapped(module)
+    if is_adapted(module):
+        yield from adapted_units(module, prefix, partial(_units, merged=merged), merged=merged)
+        return
+    for name, tensor in own_tensors(module).items():
+        yield tensor_unit(prefix + name, tensor)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _units(child, f"{prefix}{name}.", merged=merged)
+
+
+def _read(units: list[WeightUnit], model: torch.nn.Module) -> NamedTensors:
+    remaining = iter(units)
+    try:
+        for unit in remaining:
+            yield from unit.read().items()
+    finally:
+        if is_sharded(model):
+            for unit in remaining:
+                unit.read()
