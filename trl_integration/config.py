@@ -31,6 +31,12 @@ class AgentGRPOConfig(GRPOConfig):
             Seconds for one tool call.
         deadline_s (`float`, *optional*):
             Seconds for one trajectory, from the start of its rollout. A turn that is being sampled then is given up.
+        fresh_environments (`bool`, *optional*, defaults to `False`):
+            Whether each trajectory gets a new instance of its environment. By default instances are reset and used
+            again, as TRL does.
+        environment_timeout_s (`float`, *optional*, defaults to `120.0`):
+            Seconds for making an environment, for its `reset` and for its `get_reward`. Past them its trajectory has
+            failed, alone.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
@@ -73,6 +79,13 @@ class AgentGRPOConfig(GRPOConfig):
         default=30.0, metadata={"help": "Seconds for one tool call."}
     )
     deadline_s: float | None = field(default=None, metadata={"help": "Seconds for one trajectory."})
+    fresh_environments: bool = field(
+        default=False, metadata={"help": "Each trajectory gets a new instance of its environment."}
+    )
+    environment_timeout_s: float | None = field(
+        default=120.0,
+        metadata={"help": "Seconds for making an environment, its `reset` and its `get_reward`."},
+    )
     thinking_ratio: float | None = field(
         default=None,
         metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
@@ -110,6 +123,11 @@ class AgentGRPOConfig(GRPOConfig):
             )
         if self.thinking_ratio is not None and not 0 <= self.thinking_ratio <= 1:
             raise ValueError(f"`thinking_ratio` must be in [0, 1], got {self.thinking_ratio}.")
+        if self.environment_timeout_s is not None and self.environment_timeout_s <= 0:
+            raise ValueError(
+                f"`environment_timeout_s` must be more than 0, got {self.environment_timeout_s}. "
+                "Use None for no limit."
+            )
         self.limits()  # its own checks name what is wrong
 
     def limits(self) -> Limits:
