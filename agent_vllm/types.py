@@ -27,6 +27,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_DONE = "environment_done"
     ENGINE_ERROR = "engine_error"
     USER_ERROR = "user_error"
+    ENVIRONMENT_ERROR = "environment_error"
 
     @property
     def is_truncated(self) -> bool:
@@ -35,20 +36,20 @@ class StopReason(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True where engine or user failed: nothing is known of what the model did."""
-        return self in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR)
+        """True where engine, user or environment failed: nothing is known of what the model did."""
+        return self in _FAILURES
 
 
-_TRUNCATING = frozenset(
-    {
-        StopReason.TURN_LENGTH,
-        StopReason.COMPLETION_BUDGET,
-        StopReason.CONTEXT_FULL,
-        StopReason.DEADLINE,
-        StopReason.ENGINE_ERROR,
-        StopReason.USER_ERROR,
-    }
+_FAILURES = frozenset(
+    {StopReason.ENGINE_ERROR, StopReason.USER_ERROR, StopReason.ENVIRONMENT_ERROR}
 )
+
+_TRUNCATING = _FAILURES | {
+    StopReason.TURN_LENGTH,
+    StopReason.COMPLETION_BUDGET,
+    StopReason.CONTEXT_FULL,
+    StopReason.DEADLINE,
+}
 
 
 _TOOL_TIMEOUT_S = 30.0

@@ -81,6 +81,7 @@ def test_which_endings_are_cut_off_and_which_are_unfinished():
         StopReason.DEADLINE,
         StopReason.ENGINE_ERROR,
         StopReason.USER_ERROR,
+        StopReason.ENVIRONMENT_ERROR,
     }
     assert unfinished == {*truncated, StopReason.MAX_TURNS, StopReason.INVALID_CALLS}
 
@@ -140,5 +141,9 @@ def test_the_default_time_of_a_call_gives_way(name):
 
 def test_failures_are_not_the_models():
     failures = [reason for reason in StopReason if reason.is_failure]
-    assert failures == [StopReason.ENGINE_ERROR, StopReason.USER_ERROR]
+    assert failures == [
+        StopReason.ENGINE_ERROR,
+        StopReason.USER_ERROR,
+        StopReason.ENVIRONMENT_ERROR,
+    ]
     assert all(reason.is_truncated for reason in failures)

@@ -38,6 +38,12 @@ class AgentGRPOConfig(GRPOConfig):
         deadline_s (`float`, *optional*):
             Seconds from the start of a rollout, for each trajectory and so for the whole batch: all begin together. A
             straggler is closed with the turns that it has, which are trained like any other's.
+        fresh_environments (`bool`, *optional*, defaults to `False`):
+            Whether each trajectory gets a new instance of its environment. By default instances are reset and used
+            again, as TRL does.
+        environment_timeout_s (`float`, *optional*, defaults to `120.0`):
+            Seconds for making an environment, for its `reset` and for its `get_reward`. Past them its trajectory has
+            failed, alone.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
@@ -91,6 +97,13 @@ class AgentGRPOConfig(GRPOConfig):
     deadline_s: float | None = field(
         default=None, metadata={"help": "Seconds for a rollout, all its trajectories side by side."}
     )
+    fresh_environments: bool = field(
+        default=False, metadata={"help": "Each trajectory gets a new instance of its environment."}
+    )
+    environment_timeout_s: float | None = field(
+        default=120.0,
+        metadata={"help": "Seconds for making an environment, its `reset` and its `get_reward`."},
+    )
     thinking_ratio: float | None = field(
         default=None,
         metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
@@ -134,6 +147,11 @@ class AgentGRPOConfig(GRPOConfig):
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         if self.thinking_ratio is not None and not 0 <= self.thinking_ratio <= 1:
             raise ValueError(f"`thinking_ratio` must be in [0, 1], got {self.thinking_ratio}.")
+        if self.environment_timeout_s is not None and self.environment_timeout_s <= 0:
+            raise ValueError(
+                f"`environment_timeout_s` must be more than 0, got {self.environment_timeout_s}. "
+                "Use None for no limit."
+            )
         try:
             self.limits()
         except ValueError as error:  # it knows TRL's setting by its own name
