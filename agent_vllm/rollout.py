@@ -146,6 +146,7 @@ async def rollout_batch_async(
                     random=stream,
                     status=status,
                     started_s=started_s,
+                    name=f"row {row}, sample {generation}",
                 )
             )
     try:

@@ -17,13 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import StepDriver
 from agent_vllm.engines.models import context_length, model_source
+from agent_vllm.engines.self_check import check_against_learner
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
 from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
-from agent_vllm.errors import EngineUnavailableError, WeightSyncError
+from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
-
-_SELF_CHECK_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 a token
-_SELF_CHECK_TOLERANCE_HALF = 0.5
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -107,15 +105,9 @@ class VLLMRolloutEngine(RolloutEngine):
     def _reload(self, model: PreTrainedModel) -> None:
         self._stepper.reload(named_weights(model))
         if not self._is_checked:
-            gap = self._stepper.gap_to(model, self.vocab_size)
-            tolerance = _SELF_CHECK_TOLERANCE.get(self._dtype, _SELF_CHECK_TOLERANCE_HALF)
-            if not gap <= tolerance:
-                raise WeightSyncError(
-                    f"After the first sync the engine's logprobs are {gap:.3g} away from the "
-                    f"learner's (at most {tolerance:g} is normal in {self._dtype}). vLLM's "
-                    "implementation of this model doesn't hold the same weights; use the torch "
-                    "engine."
-                )
+            check_against_learner(
+                model, self._stepper.sample, vocab_size=self.vocab_size, dtype=self._dtype
+            )
             self._is_checked = True
 
     def stats(self) -> EngineStats:
