@@ -147,6 +147,10 @@ async def _check_model(client: ServerClient, source: ModelSource, config: dict[s
     try:
         await client.generate(probe_request([source.vocab_size - 1]))
     except RefusedError as error:
+        if error.status == 404:
+            raise VLLMServerError(
+                f"{client.url} takes no token ids. Start it with `--enable-scale-out`. {_START}"
+            ) from error
         raise VLLMServerError(
             f"{client.url} serves another model, {config['model_config']['model']}: it refuses the "
             f"model's last token id {source.vocab_size - 1}: {error}"

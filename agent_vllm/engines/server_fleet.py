@@ -90,7 +90,7 @@ class Fleet:
         failures: list[str] = []
         while True:
             await self._is_open.wait()
-            server = self._home_of(request, len(sampled.token_ids))
+            server = self._home_of(sampled)
             version = self.version
             try:
                 answer = await self._ask(server, sampled.rest())
@@ -141,9 +141,10 @@ class Fleet:
                 "turn is too long for `request_timeout_s`."
             ) from error
 
-    def _home_of(self, request: GenerationRequest, num_tokens: int) -> Server:
+    def _home_of(self, sampled: "_Sampled") -> Server:
         """Where the request's trajectory lives; one that has no home gets the emptiest server."""
-        key = request if request.affinity is None else request.affinity
+        affinity = sampled.request.affinity
+        key = sampled if affinity is None else affinity
         home = self._homes.get(key)
         if home is not None and home.is_in:
             return home
@@ -155,7 +156,7 @@ class Fleet:
         if home is not None:
             logger.warning(
                 "%s moves from %s to %s (%d tokens of its turn are kept).",
-                request.affinity or "A request", home, chosen, num_tokens,
+                affinity or "A request", home, chosen, len(sampled.token_ids),
             )  # fmt: skip
         self._homes[key] = chosen
         return chosen
