@@ -1,5 +1,8 @@
-"""A stand-in for `vllm serve` that can be made to go wrong: the routes that the engine calls, over
-real sockets. What it samples is always the same token, with logprobs that follow the temperature."""
+"""A stand-in for `vllm serve` that can be made to go wrong, over real sockets.
+
+It has the routes that the engine calls. What it samples is always the same token, with logprobs
+that follow the temperature.
+"""
 
 import json
 import math
@@ -78,10 +81,9 @@ class FakeServer(ThreadingHTTPServer):
             "/update_weight_version": lambda body: self.name_weights(body["new_version"]),
             "/finish_weight_update": lambda body: self.name_weights(body["weight_version"]),
             "/reset_prefix_cache": {"success": True},
-            **dict.fromkeys(
-                ("/pause", "/resume", "/abort_requests", "/start_weight_update", "/update_weights"),
-                {},
-            ),
+            **{f"/{name}": {} for name in ("pause", "resume", "abort_requests")},
+            "/start_weight_update": {},
+            "/update_weights": {},
         }
 
     def name_weights(self, label):

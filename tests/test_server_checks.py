@@ -1,4 +1,4 @@
-"""What a vLLM server must be: each thing that can be wrong is an error before anything is sampled."""
+"""What a vLLM server must be: whatever is wrong is an error before anything is sampled."""
 
 import socket
 
@@ -93,12 +93,12 @@ def test_c16_a_token_that_was_added_here_alone_is_refused(agent_path, server):
 
 def test_a_server_without_weight_transfer_is_refused(agent_path, server):
     server.config["weight_transfer_config"] = None
-    with pytest.raises(VLLMServerError, match="weight-transfer backend of .*got None"):
+    with pytest.raises(VLLMServerError, match=r"weight-transfer backend of .*got None"):
         build(agent_path, server)
 
 
 def test_a_shorter_context_is_refused(agent_path, server):
-    with pytest.raises(VLLMServerError, match="--max-model-len 1024.*asked for 2048"):
+    with pytest.raises(VLLMServerError, match=r"--max-model-len 1024.*asked for 2048"):
         build(agent_path, server, max_model_len=2048)
 
 
@@ -119,8 +119,9 @@ def test_servers_that_disagree_are_refused(agent_path, server, other, section, n
 
 
 def test_servers_with_different_weights_are_refused(agent_path, server, other):
-    spread = lambda temperature: {t: v for t, v in logprobs(temperature * 0.9).items()}  # noqa: E731
-    other.answers["/inference/v1/generate"] = lambda body: completion(body, spread)
+    other.answers["/inference/v1/generate"] = lambda body: completion(
+        body, lambda temperature: logprobs(temperature * 0.9)
+    )
     with pytest.raises(VLLMServerError, match="disagree on `probe`"):
         build(agent_path, server, other)
 

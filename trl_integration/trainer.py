@@ -71,7 +71,8 @@ class AgentGRPOTrainer(GRPOTrainer):
             [`agent_vllm.Tool`]. A row's `tools` column, if there is one, picks from them by name. Instead of a list, a
             function that takes a dataset row and returns the row's own list.
         rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
-            `"vllm"`, `"torch"`, or an engine built by you, which you close.
+            `"vllm"`, `"vllm-server"` (with `base_urls` in `rollout_engine_kwargs`), `"torch"`, or an engine built by
+            you, which you close.
         chat_format ([`agent_vllm.ChatFormat`], *optional*):
             How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
         redact_rollouts (`Callable`, *optional*):

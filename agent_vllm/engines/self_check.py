@@ -25,6 +25,7 @@ def check_against_learner(
     *,
     vocab_size: int,
     dtype: torch.dtype,
+    num_prompts: int = 2,
 ) -> None:
     """Compare logprobs of a few sampled tokens with the learner's.
 
@@ -35,7 +36,7 @@ def check_against_learner(
     Raises:
         WeightSyncError: they are further apart than rounding explains.
     """
-    gap = gap_to(model, sample, vocab_size)
+    gap = gap_to(model, sample, vocab_size, num_prompts)
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_HALF)
     if not gap <= tolerance:
         raise WeightSyncError(
@@ -49,10 +50,11 @@ def gap_to(
     model: PreTrainedModel,
     sample: Callable[[list[GenerationRequest]], Sequence[Completion]],
     vocab_size: int,
+    num_prompts: int,
 ) -> float:
     """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocab_size, (2, 8), generator=generator).tolist()
+    prompts = torch.randint(vocab_size, (num_prompts, 8), generator=generator).tolist()
     requests = [
         GenerationRequest(
             prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,

@@ -75,8 +75,12 @@ async def _check(
     config = await _dev_config(client)
     model = config["model_config"]
     _check_settings(client, model, config, max_model_len)
-    await _recover(client)
-    await _check_model(client, source, config)
+    weight_version = await client.weight_version()
+    if weight_version == UNFINISHED:
+        await _drop_update(client)
+    if await client.is_paused():  # by a trainer that is gone
+        await client.resume()
+    await _check_sizes(client, source, config)
     await _check_tokenizer(client, source.tokenizer, model["model"])
     return ServerFacts(
         url=client.url,
@@ -86,8 +90,8 @@ async def _check(
         max_model_len=model["max_model_len"],
         backend=config["weight_transfer_config"]["backend"],
         num_workers=(await client.get("/get_world_size"))["world_size"],
-        weight_version=await client.weight_version(),
-        probe=await _probe(client, source),
+        weight_version=weight_version,
+        probe=() if weight_version == UNFINISHED else await _check_tokens(client, source, model),
     )
 
 
@@ -101,14 +105,12 @@ async def _dev_config(client: ServerClient) -> dict[str, Any]:
         ) from error
 
 
-async def _recover(client: ServerClient) -> None:
-    """End what a trainer that is gone had begun: its pause, its weight update."""
-    if await client.weight_version() == UNFINISHED:
-        with suppress(RefusedError):  # an update that is not complete is dropped
-            await client.update({"is_complete": True})
-            await client.finish_update(UNFINISHED)
-    if await client.is_paused():
-        await client.resume()
+async def _drop_update(client: ServerClient) -> None:
+    """End what a trainer that is gone had begun. Until all weights have come nothing may be asked
+    of the model: it has none."""
+    with suppress(RefusedError):  # vLLM drops an update that fails, and this one is not complete
+        await client.update({"is_complete": True})
+        await client.finish_update(UNFINISHED)
 
 
 def _check_settings(
@@ -133,8 +135,8 @@ def _check_settings(
         )
 
 
-async def _check_model(client: ServerClient, source: ModelSource, config: dict[str, Any]) -> None:
-    """By sizes where our worker extension can tell; else by the highest id it takes."""
+async def _check_sizes(client: ServerClient, source: ModelSource, config: dict[str, Any]) -> None:
+    """Where our worker extension can tell."""
     extension = config["parallel_config"]["worker_extension_cls"] or ""
     if extension.startswith("agent_vllm."):
         answer = await client.post("/collective_rpc", {"method": "model_sizes"})
@@ -144,6 +146,12 @@ async def _check_model(client: ServerClient, source: ModelSource, config: dict[s
                 f"{client.url} serves another model, {config['model_config']['model']}: {theirs} "
                 f"instead of {ours}."
             )
+
+
+async def _check_tokens(
+    client: ServerClient, source: ModelSource, model: dict[str, Any]
+) -> tuple[float, ...]:
+    """Does it take token ids, all of the model's, and are its logprobs what they must be?"""
     try:
         await client.generate(probe_request([source.vocab_size - 1]))
     except RefusedError as error:
@@ -152,9 +160,10 @@ async def _check_model(client: ServerClient, source: ModelSource, config: dict[s
                 f"{client.url} takes no token ids. Start it with `--enable-scale-out`. {_START}"
             ) from error
         raise VLLMServerError(
-            f"{client.url} serves another model, {config['model_config']['model']}: it refuses the "
-            f"model's last token id {source.vocab_size - 1}: {error}"
+            f"{client.url} serves another model, {model['model']}: it refuses the model's last "
+            f"token id {source.vocab_size - 1}: {error}"
         ) from error
+    return await _probe(client, source)
 
 
 async def _check_tokenizer(

@@ -253,4 +253,6 @@ class ClientThread:
 
 
 async def _new_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    # vLLM ends connections that were idle for 5 s; one that ends as a call goes out fails the call
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    return aiohttp.ClientSession(connector=connector)

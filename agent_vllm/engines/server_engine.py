@@ -152,8 +152,13 @@ class VLLMServerRolloutEngine(RolloutEngine):
         if not is_first_rank():
             self._thread.call(self._fleet.adopt(version, label))
         if not self._is_checked:
-            dtype = getattr(torch, self._facts.dtype)
-            check_against_learner(model, self._sample_all, vocab_size=self.vocab_size, dtype=dtype)
+            check_against_learner(
+                model,
+                self._sample_all,
+                vocab_size=self.vocab_size,
+                dtype=getattr(torch, self._facts.dtype),
+                num_prompts=2 * len(self._fleet.servers),  # each of them gets some
+            )
             self._is_checked = True
 
     def _send(self, model: PreTrainedModel, version: int, label: str) -> None:

@@ -7,10 +7,10 @@ change no request is on its way.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 InFlight = Literal["continue", "wait"]
+_FRESH_S = 0.01  # a look at a server is not asked for again in this time
 _SETTLE_S = 30.0  # for requests to come back from a paused server
 
 
@@ -36,6 +37,7 @@ class Server:
     client: ServerClient
     num_workers: int = 1
     why_out: str | None = None
+    seen_s: float = -math.inf  # when it was last known to hold the current weights
     tasks: set[asyncio.Task] = field(default_factory=set)  # one a request that it works on
     examining: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -88,30 +90,30 @@ class Fleet:
         """
         sampled = _Sampled(request, self._tokenizer)
         failures: list[str] = []
-        while True:
+        while len(failures) < self._max_attempts:
             await self._is_open.wait()
             server = self._home_of(sampled)
+            if self._is_stale(server):
+                await self._examine(server)
+                continue
             version = self.version
             try:
                 answer = await self._ask(server, sampled.rest())
             except EngineError as error:
                 failures.append(str(error))
                 await self._after_failure(server, error)
-                if len(failures) == self._max_attempts:
-                    raise EngineError(
-                        f"The request failed {len(failures)} times: " + " / ".join(failures)
-                    ) from error
                 continue
             self._count(answer)
             sampled.add(answer, version)
             if sampled.finish_reason is not None:
                 return sampled.completion()
+            if self._is_open.is_set() and version == self.version:
+                failures.append(f"{server} cut the request off; somebody else paused it.")
+        raise EngineError(
+            f"The request failed {len(failures)} times, the last time: {failures[-1]}"
+        )
 
     async def _ask(self, server: Server, request: GenerationRequest) -> Answer:
-        if not server.tasks:  # nobody looked at it while it was idle
-            await self._examine(server)
-            if not server.is_in:
-                raise NoAnswerError(f"{server} is out: {server.why_out}")
         task = asyncio.ensure_future(server.client.generate(request))
         server.tasks.add(task)
         try:
@@ -177,16 +179,23 @@ class Fleet:
             busy = [server for server in self._members() if server.tasks]
             await asyncio.gather(*map(self._examine, busy))
 
+    def _is_stale(self, server: Server) -> bool:
+        """Whether it may have been started again since somebody looked."""
+        return time.monotonic() - server.seen_s > max(self._health_interval_s, _FRESH_S)
+
     async def _examine(self, server: Server, trouble: str = "") -> None:
         """Take a server out that is gone, or that came back with other weights."""
         async with server.examining:
             if not server.is_in or not self._is_open.is_set():
                 return
+            if not trouble and not self._is_stale(server):
+                return  # somebody else just looked
             try:
                 label = await server.client.weight_version()
-            except (NoAnswerError, RefusedError) as error:
+            except EngineError as error:
                 self.take_out(server, trouble or str(error))
                 return
+            server.seen_s = time.monotonic()
             if label != self.label and self._is_open.is_set():
                 self.take_out(
                     server,
@@ -286,9 +295,15 @@ class Fleet:
     async def go_on(self, version: int, label: str) -> None:
         """Requests may go out again, to servers that hold the weights of that label."""
         self.version, self.label = version, label
-        with suppress(EngineError):  # none is left: every request will say so
-            await self.each(lambda server: server.client.resume())
+        await asyncio.gather(*map(self._resume, self._members()))
         self._is_open.set()
+
+    async def _resume(self, server: Server) -> None:
+        try:
+            await server.client.resume()
+        except EngineError as error:  # every request says so if none is left
+            self.take_out(server, str(error))
+        server.seen_s = time.monotonic()
 
     async def abandon(self, reason: str) -> None:
         """Nobody knows what weights the servers hold: all are out until an update succeeds."""
@@ -303,7 +318,7 @@ class Fleet:
         self._is_open.clear()
         self.version, self.label = version, label
         for server in self.servers:
-            server.why_out = None
+            server.why_out, server.seen_s = None, -math.inf
         self._is_open.set()
         await asyncio.gather(*map(self._examine, self.servers))
 

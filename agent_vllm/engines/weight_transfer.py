@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from agent_vllm.engines.host_state import host_process_kept
 from agent_vllm.engines.weight_sync import named_weights
 
 T = TypeVar("T")
@@ -109,8 +110,7 @@ class MemoryTransfer:
             deque(weights, maxlen=0)  # other processes gather what is left, too
 
     def join(self, model: PreTrainedModel) -> None:
-        for _ in named_weights(model):
-            pass
+        deque(named_weights(model), maxlen=0)
 
     def close(self) -> None:
         pass
@@ -160,26 +160,53 @@ class NcclTransfer:
     """
 
     def __init__(self) -> None:
+        with host_process_kept():
+            from vllm.distributed.weight_transfer import factory, nccl_engine
+        self._factory, self._nccl = factory, nccl_engine
         self._engine: Any = None
+        self._metadata: list[Any] = []
         self._members: dict[str, int] = {}
 
     def send(self, model: PreTrainedModel, routes: Routes) -> None:
-        source = _source(model)
+        source = self._source(model)
         if self._engine is None or self._members != routes.sizes():
             self._members = routes.sizes()
-            self._engine = _rendezvous(source, routes)
+            self._engine = self._rendezvous(source, routes)
         self._engine.source = source
         self._engine.client = _Client(routes)
         self._engine.send_weights()
 
     def join(self, model: PreTrainedModel) -> None:
-        source = _source(model)  # its metadata is a pass of its own, which all have to join
-        for _ in source:
-            pass
+        deque(self._source(model), maxlen=0)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
+
+    def _source(self, model: PreTrainedModel) -> Any:
+        """The learner as vLLM's `WeightSource`. The first one is gathered once more, for dtypes."""
+        meta = self._nccl.ParamMeta
+        self._metadata = self._metadata or [
+            meta(name, weight.dtype, tuple(weight.shape)) for name, weight in named_weights(model)
+        ]
+        methods = {
+            "metadata": lambda _: self._metadata,
+            "__iter__": lambda _: iter(named_weights(model)),
+        }
+        return type("LearnerSource", (self._nccl.WeightSource,), methods)()
+
+    def _rendezvous(self, source: Any, routes: Routes) -> Any:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        info = self._nccl.NCCLTrainerInitInfo(
+            master_address=socket.gethostbyname(socket.gethostname()),
+            master_port=port,
+            world_size=1 + sum(routes.sizes().values()),
+            rank=0,
+        )
+        make = self._factory.WeightTransferTrainerFactory.trainer_init
+        return make(info, client=_Client(routes), source=source)
 
 
 class _Client:
@@ -200,37 +227,6 @@ class _Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Ended by whoever began it, with the version's label."""
-
-
-def _source(model: PreTrainedModel) -> Any:
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in named_weights(model)]
-
-    class LearnerSource(WeightSource):
-        def metadata(self) -> list[ParamMeta]:
-            return metadata
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(named_weights(model))
-
-    return LearnerSource()
-
-
-def _rendezvous(source: Any, routes: Routes) -> Any:
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    info = NCCLTrainerInitInfo(
-        master_address=socket.gethostbyname(socket.gethostname()),
-        master_port=port,
-        world_size=1 + sum(routes.sizes().values()),
-        rank=0,
-    )
-    return WeightTransferTrainerFactory.trainer_init(info, client=_Client(routes), source=source)
 
 
 BACKENDS: dict[str, Callable[[], WeightTransfer]] = {
