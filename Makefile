@@ -17,7 +17,12 @@ export OMP_WAIT_POLICY GOMP_SPINCOUNT
 TRAIN := $(BIN)/python examples/train_tool_agent.py
 ARGS ?=
 
-.PHONY: train test bench lint lock install clean
+# The server of `make serve`: the tiny agent, unless MODEL says another.
+PORT ?= 8000
+TINY_AGENT := from tiny_agent import tiny_agent_path; print(tiny_agent_path())
+MODEL ?= $(shell PYTHONPATH=examples $(BIN)/python -c "$(TINY_AGENT)" 2>/dev/null | tail -n 1)
+
+.PHONY: train test bench serve lint lock install clean
 
 train: export OMP_NUM_THREADS ?= 1
 train: install
@@ -31,6 +36,10 @@ test: install
 bench: export OMP_NUM_THREADS ?= 1
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# ARGS are arguments of vLLM's own, such as ARGS="--max-logprobs 5".
+serve: install
+	$(BIN)/agent-vllm serve $(MODEL) --port $(PORT) -- $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -51,7 +51,9 @@ class Episode:
         random: random.Random,
         status: RolloutStatus,
         started_s: float,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.engine = engine
         self.chat = chat
         self.thinking = thinking
@@ -75,6 +77,9 @@ class Episode:
         self.num_invalid_in_a_row = 0
         self.turn_started_s = 0.0
         self.error: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
 
     async def run(self) -> Trajectory:
         stop = self._stop_before_turn()
@@ -208,6 +213,7 @@ class Episode:
             max_new_tokens=budget,
             stop_token_ids=self.chat.end_token_ids,
             seed=self.random.getrandbits(31),
+            affinity=self,
             **self.sampling,
         )
         try:
@@ -230,6 +236,7 @@ class Episode:
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
                 policy_version=completion.policy_version,
+                token_versions=completion.token_versions,
             )
         )
         self.turn_outputs.append(self.chat.decode_turn(completion.token_ids))

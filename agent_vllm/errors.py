@@ -58,3 +58,7 @@ class EmptyRecordError(RecordError):
 
 class ToolServerError(AgentVLLMError, ConnectionError):
     """A tool server can't be started or reached, or what it says is no MCP; says which."""
+
+
+class VLLMServerError(AgentVLLMError, ConnectionError):
+    """A vLLM server can't be reached, or isn't what the engine needs; says how to start it."""

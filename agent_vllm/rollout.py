@@ -156,6 +156,7 @@ async def rollout_batch_async(
                 random=stream,
                 status=status,
                 started_s=started_s,
+                name=f"row {row}, sample {generation}",
             )
             stories.append(episode.run)
     try:

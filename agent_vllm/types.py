@@ -138,15 +138,19 @@ class Completion:
     """What an engine sampled for one prompt; the sampled end token is in it.
 
     `policy_version` counts the engine's weight updates; the tokens were sampled with that one.
+    Where an update came in the middle it is the oldest, and `token_versions` has each token's own.
     """
 
     token_ids: list[int]  # [N]
     logprobs: list[float]  # [N], of the distribution sampled from
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    token_versions: list[int] | None = None  # [N], None where all are `policy_version`
 
     def __post_init__(self) -> None:
         _check_same_length("token_ids", self.token_ids, "logprobs", self.logprobs)
+        if self.token_versions is not None:
+            _check_same_length("token_ids", self.token_ids, "token_versions", self.token_versions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,11 +165,14 @@ class Segment:
 
     token_ids: list[int]  # [N]
     logprobs: list[float] | None = None  # [N], or None where nothing was sampled
-    policy_version: int | None = None
+    policy_version: int | None = None  # of its oldest token
+    token_versions: list[int] | None = None  # [N], None where all are `policy_version`
 
     def __post_init__(self) -> None:
         if self.logprobs is not None:
             _check_same_length("token_ids", self.token_ids, "logprobs", self.logprobs)
+        if self.token_versions is not None:
+            _check_same_length("token_ids", self.token_ids, "token_versions", self.token_versions)
 
     @property
     def is_sampled(self) -> bool:

@@ -2,6 +2,7 @@
 
     python examples/train_tool_agent.py                                      # the tiny agent
     python examples/train_tool_agent.py --engine torch
+    python examples/train_tool_agent.py --engine vllm-server --servers http://127.0.0.1:8000
     python examples/train_tool_agent.py --model smollm2 --data bfcl --warm-start --max-steps 3
     accelerate launch examples/train_tool_agent.py --model Qwen/Qwen3-0.6B --data bfcl
 
@@ -48,7 +49,12 @@ class ScriptArguments:
     )
     data: str = field(default="tiny", metadata={"help": "Tasks.", "choices": ["tiny", "bfcl"]})
     engine: str = field(
-        default="vllm", metadata={"help": "Rollout engine.", "choices": ["vllm", "torch"]}
+        default="vllm",
+        metadata={"help": "Rollout engine.", "choices": ["vllm", "torch", "vllm-server"]},
+    )
+    servers: list[str] | None = field(
+        default=None,
+        metadata={"help": "Addresses of running servers (`agent-vllm serve`), for `vllm-server`."},
     )
     warm_start: bool = field(
         default=False, metadata={"help": "First teach the form of a call, on `bfcl` training rows."}
@@ -192,6 +198,8 @@ class BriefProgress(ProgressCallback):
 
 def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> AgentGRPOTrainer:
     path = model_folder(script.model, script.warm_start)
+    if script.servers:
+        args.rollout_engine_kwargs = {"base_urls": script.servers}
     trainer_class = ShuffledAdvantagesTrainer if script.control else AgentGRPOTrainer
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(path, dtype="float32"),

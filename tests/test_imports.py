@@ -18,7 +18,7 @@ def loaded(name):
 
 import agent_vllm
 import agent_vllm.inspect, agent_vllm.testing
-core = {name: loaded(name) for name in ("vllm", "trl", "mcp")}
+core = {name: loaded(name) for name in ("vllm", "trl", "mcp", "aiohttp")}
 from trl import GRPOTrainer  # TRL loads parts of vLLM itself, where it is installed
 before = loaded("vllm")
 import trl_integration, trl_integration.trainer
@@ -36,8 +36,8 @@ def found():
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_agent_vllm_loads_neither_vllm_nor_trl_nor_mcp(found):
-    assert found["core"] == {"vllm": [], "trl": [], "mcp": []}
+def test_agent_vllm_loads_neither_engines_nor_trl_nor_what_a_part_alone_needs(found):
+    assert found["core"] == {"vllm": [], "trl": [], "mcp": [], "aiohttp": []}
 
 
 def test_trl_integration_loads_no_more_of_vllm_than_trl_does(found):

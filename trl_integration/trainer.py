@@ -91,7 +91,8 @@ class AgentGRPOTrainer(GRPOTrainer):
             async): it gets the messages, which end with the model's answer, and returns the next user message, or
             `None` where there is nothing more to say.
         rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
-            `"vllm"`, `"torch"`, or an engine built by you, which you close.
+            `"vllm"`, `"vllm-server"` (with `base_urls` in `rollout_engine_kwargs`), `"torch"`, or an engine built by
+            you, which you close.
         chat_format ([`agent_vllm.ChatFormat`], *optional*):
             How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
         redact_rollouts (`Callable`, *optional*):

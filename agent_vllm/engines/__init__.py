@@ -35,10 +35,9 @@ def create_rollout_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> RolloutEngine:
-    """The engine of that name, `"torch"` or `"vllm"`; `options` are its own keyword arguments.
+    """The engine of that name, one of `ENGINE_NAMES`; `options` are its own keyword arguments.
 
     Raises:
-        EngineUnavailableError: `"vllm-server"`, which is not supported yet.
         ValueError: no engine has that name.
     """
     if name not in _ENGINES:

@@ -40,6 +40,7 @@ class GenerationRequest:
     seed: int
     stop_token_ids: tuple[int, ...] = ()  # the engine's own and the request's
     stop_strings: tuple[str, ...] = ()
+    affinity: object | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +164,7 @@ class RolloutEngine(ABC):
         stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         seed: int | None = None,
+        affinity: object | None = None,
     ) -> Completion:
         """Sample one sequence.
 
@@ -172,6 +174,8 @@ class RolloutEngine(ABC):
             stop_token_ids: end the sequence as the engine's own `eos_token_ids` do.
             stop_strings: end it too, once the text has one of them; the tokens that spell it stay.
             seed: same seed, prompt and weights give the same tokens, whatever else is running.
+            affinity: an object that requests of one trajectory share; an engine of several servers
+                keeps them on one, where their prefix is cached. Not kept alive.
 
         Raises:
             InvalidRequestError: the request can't be served; names the value.
@@ -191,6 +195,7 @@ class RolloutEngine(ABC):
             seed=self.next_seed() if seed is None else seed,
             stop_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *stop_token_ids))),
             stop_strings=tuple(stop_strings),
+            affinity=affinity,
         )
         completion = await self._sample(request)
         _check_completion(completion, request, self.vocab_size)

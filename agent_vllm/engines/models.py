@@ -41,6 +41,13 @@ def context_length(config: Any) -> int:
     return length
 
 
+def model_sizes(config: Any) -> dict[str, Any]:
+    """What tells a model of one shape from those of others, by the config's own names."""
+    text = config.get_text_config()
+    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    return {name: getattr(text, name) for name in names if hasattr(text, name)}
+
+
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a completion: the tokenizer's, and those of the generation config."""
     generation_config = getattr(model, "generation_config", None)

@@ -21,6 +21,7 @@ from agent_vllm.engines.adapters import adapter_alone, adapter_rank, has_adapter
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.models import context_length, is_quantised, model_source
+from agent_vllm.engines.self_check import check_against_learner
 from agent_vllm.engines.sharding import is_sharded
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper, check_sleep_mode
 from agent_vllm.engines.weight_sync import (
@@ -29,12 +30,8 @@ from agent_vllm.engines.weight_sync import (
     plain_model,
     weight_shapes,
 )
-from agent_vllm.errors import EngineUnavailableError, WeightSyncError
+from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
-
-_SELF_CHECK_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 a token
-_SELF_CHECK_TOLERANCE_HALF = 0.5
-
 
 AdapterSync = Literal["auto", "adapter", "merged"]
 _PATH_LORA_RANK = 16  # of an engine that has not seen its learner; `engine_args` can raise it
@@ -164,19 +161,13 @@ class VLLMRolloutEngine(RolloutEngine):
         self.num_synced_bytes = 0 if weights is None else self.num_synced_bytes
         self.num_synced_bytes += sum(tensor.nbytes for tensor in (adapter or {}).values())
         if not self._is_checked and not is_sharded(model):
-            self._check_against(model)
-
-    def _check_against(self, model: PreTrainedModel) -> None:
-        gap = self._stepper.gap_to(plain_model(model), self.vocab_size)
-        tolerance = _SELF_CHECK_TOLERANCE.get(self._dtype, _SELF_CHECK_TOLERANCE_HALF)
-        if not gap <= tolerance:
-            raise WeightSyncError(
-                f"After the first sync the engine's logprobs are {gap:.3g} away from the "
-                f"learner's (at most {tolerance:g} is normal in {self._dtype}). vLLM's "
-                "implementation of this model doesn't hold the same weights; use the torch "
-                "engine."
+            check_against_learner(
+                plain_model(model),
+                self._stepper.sample,
+                vocab_size=self.vocab_size,
+                dtype=self._dtype,
             )
-        self._is_checked = True
+            self._is_checked = True
 
     def sleep(self) -> None:
         """Give the GPU's memory back until the next update; what was in it is lost.

@@ -6,22 +6,21 @@ Owns every call into vLLM. Invariant: after a reload no cache made with older we
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from agent_vllm.engines import process_groups
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
-from agent_vllm.engines.models import ModelSource, evaluating
+from agent_vllm.engines.models import ModelSource
 from agent_vllm.engines.vllm_adapter import LoadedAdapter, lora_args
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
-from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
 
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
@@ -44,12 +43,12 @@ class VLLMOptions:
     max_num_seqs: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
-    lora_rank: int | None  # None: no adapters
-    sleep_mode: bool
     further: dict[str, Any]
+    lora_rank: int | None = None  # None: no adapters
+    sleep_mode: bool = False
 
-    def engine_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        device = self._cpu_args(config) if _on_cpu() else self._cuda_args()
+    def engine_args(self, config: PreTrainedConfig, *, on_cpu: bool) -> dict[str, Any]:
+        device = self._cpu_args(config) if on_cpu else self._cuda_args()
         if self.lora_rank is not None:
             device |= lora_args(self.lora_rank)
         return {
@@ -125,14 +124,18 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
 
         _prepare_architecture(source.config.architectures)
         if _on_cpu():
-            _skip_rank_compilation()
+            skip_rank_compilation()
         path, load_format = source.path, "auto"
         if path is None:
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
             source.config.save_pretrained(path)
             load_format = "dummy"
         return LLMEngine.from_engine_args(
-            EngineArgs(model=path, load_format=load_format, **options.engine_args(source.config))
+            EngineArgs(
+                model=path,
+                load_format=load_format,
+                **options.engine_args(source.config, on_cpu=_on_cpu()),
+            )
         )
 
 
@@ -150,7 +153,7 @@ def _prepare_architecture(architectures: list[str] | None) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def _skip_rank_compilation() -> None:
+def skip_rank_compilation() -> None:
     """The rank of a sampled token, which nobody reads here, is compiled on first use: 5 to 17 s."""
     from vllm.v1.sample import sampler
 
@@ -304,24 +307,14 @@ class VLLMStepper:
         self._llm.sleep(level=2)
         self._is_asleep = True
 
-    def gap_to(self, model: PreTrainedModel, vocab_size: int) -> float:
-        """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(vocab_size, (2, 8), generator=generator).tolist()
-        for seed, prompt in enumerate(prompts):
-            self.add(
-                GenerationRequest(
-                    prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0,
-                    min_p=0.0, seed=seed,
-                )
-            )  # fmt: skip
-        gaps = []
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Sample to the end, while nobody else's requests are in the engine."""
+        for request in requests:
+            self.add(request)
+        outcomes: dict[GenerationRequest, Outcome] = {}
         while self._requests:
-            for request, outcome in self.step():
-                if isinstance(outcome, Exception):
-                    raise outcome
-                gaps.append(_gap(model, request.prompt_ids, outcome))
-        return max(gaps)
+            outcomes |= dict(self.step())
+        return [_completion(outcomes[request]) for request in requests]
 
     def shutdown(self) -> None:
         """End vLLM. Its own `shutdown` would end the learner's and other engines' groups too."""
@@ -375,9 +368,7 @@ def _completion_of(output: Any, request: GenerationRequest, policy_version: int)
         return EngineError(f"vLLM returned an inconsistent completion: {error}")
 
 
-def _gap(model: PreTrainedModel, prompt_ids: list[int], completion: Completion) -> float:
-    device = next(model.parameters()).device
-    ids = torch.tensor([prompt_ids + completion.token_ids], device=device)
-    with evaluating(model):
-        learner = predicted_logprobs(model(input_ids=ids).logits, ids)[0, len(prompt_ids) - 1 :]
-    return (learner.cpu() - torch.tensor(completion.logprobs)).abs().max().item()
+def _completion(outcome: Outcome) -> Completion:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

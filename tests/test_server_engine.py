@@ -1,0 +1,313 @@
+"""Two real `vllm serve` processes as one engine: numbers, weights, faults and leftovers."""
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vllm import eventually
+from test_parity import TOLERANCE, distance, sample
+from test_trainer import GAP, make_trainer  # noqa: F401 - a fixture
+from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_servers import is_free, real_servers
+
+from agent_vllm import (
+    ChatFormat,
+    Limits,
+    StopReason,
+    TorchRolloutEngine,
+    VLLMServerRolloutEngine,
+    rollout_batch,
+)
+from agent_vllm.engines.server_checks import probe_request
+from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.logprobs import predicted_logprobs
+
+pytestmark = pytest.mark.vllm
+LONG = 400  # tokens: long enough for an update to find it on its way
+
+
+@pytest.fixture(scope="module")
+def servers(agent_path, tmp_path_factory):
+    with real_servers(agent_path, tmp_path_factory.mktemp("servers"), 2) as servers:
+        yield servers
+    assert [server.processes() for server in servers] == [[], []]
+    assert all(is_free(server.port) for server in servers)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(servers, agent_path):
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(agent_path)
+    urls = [server.url for server in servers]
+    with VLLMServerRolloutEngine(model, tokenizer, base_urls=urls) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine, agent):
+    """On the weights of this test's model."""
+    shared_engine.update_policy(agent[0])
+    return shared_engine
+
+
+def post(server, path, body=None):
+    request = urllib.request.Request(
+        server.url + path,
+        json.dumps(body or {}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or "null")
+
+
+def is_idle(server):
+    """A cache can be reset only where no request holds a block of it."""
+    return post(server, "/reset_prefix_cache")["success"]
+
+
+def moved(model, seed):
+    """The model after a step in some direction."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+async def generate_long(engine, num=4, tokens=LONG):
+    engine.eos_token_ids, kept = (), engine.eos_token_ids  # nothing ends them early
+    try:
+        return await asyncio.gather(
+            *(engine.generate([20, 30 + n], max_new_tokens=tokens, seed=n) for n in range(num))
+        )
+    finally:
+        engine.eos_token_ids = kept
+
+
+# ---- the same numbers ----
+
+
+def test_engine_and_learner_agree_after_every_step(engine, agent):
+    model, tokenizer = agent
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    before = engine.stats()
+    for _ in range(3):
+        trajectories = sample(engine, tokenizer, 0.7)
+        assert {v for t in trajectories for v in t.policy_versions} == {engine.policy_version}
+        assert distance(model, trajectories, 0.7) <= TOLERANCE
+        with TorchRolloutEngine(model, tokenizer) as reference:
+            expected = sample(reference, tokenizer, 0.7)
+        assert [t.completion_ids for t in trajectories] == [t.completion_ids for t in expected]
+        ids = torch.tensor([trajectories[0].prompt_ids + trajectories[0].completion_ids])
+        model.train()(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.update_policy(model)
+    since = engine.stats().since(before)
+    assert 0 < since.num_cached_tokens < since.num_prompt_tokens  # turns find their prefix
+
+
+def test_samples_differ_and_seeds_repeat(engine, agent):
+    first, second = (sample(engine, agent[1], 1.0) for _ in range(2))
+    assert [t.completion_ids for t in first] == [t.completion_ids for t in second]
+    assert any(
+        first[row].completion_ids != first[row + 1].completion_ids for row in range(0, 24, 2)
+    )
+
+
+def test_stop_strings_end_a_turn_where_they_do_in_the_torch_engine(engine, agent):
+    model, tokenizer = agent
+    prompt = tokenizer.apply_chat_template(
+        make_tasks("train", 1, kinds=SMALL_KINDS)[0]["prompt"], return_dict=False
+    )
+    with TorchRolloutEngine(model, tokenizer) as reference:
+        outcomes = [
+            asyncio.run(
+                e.generate(prompt, max_new_tokens=40, temperature=0.0, stop_strings=["e", "a"])
+            )
+            for e in (engine, reference)
+        ]
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    assert [outcome.finish_reason for outcome in outcomes] == ["stop", "stop"]
+
+
+def test_an_invalid_request_is_refused_here_and_there(engine):
+    with pytest.raises(InvalidRequestError, match="out of the engine's vocabulary"):
+        asyncio.run(engine.generate([engine.vocab_size], max_new_tokens=1))
+    with pytest.raises(EngineError, match=r"400.*vocabulary"):
+        engine._sample_all([probe_request([engine.vocab_size + 1000])])
+    assert len(asyncio.run(engine.generate([20], max_new_tokens=2)).token_ids) >= 1
+
+
+def test_a_cancelled_wait_ends_the_request_on_its_server(engine, servers):
+    async def cancel():
+        task = asyncio.create_task(generate_long(engine, 4, 900))
+        await asyncio.to_thread(eventually, lambda: not all(map(is_idle, servers)), 60.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    eventually(lambda: all(map(is_idle, servers)), 60.0)
+
+
+# ---- updates with requests in flight ----
+
+
+def update_in_flight(engine, model, servers):
+    """Completions that an update found on their way."""
+    completions = []
+    rollout = threading.Thread(
+        target=lambda: completions.extend(asyncio.run(generate_long(engine)))
+    )
+    rollout.start()
+    eventually(lambda: not any(map(is_idle, servers)), 60.0)
+    engine.update_policy(model)
+    rollout.join()
+    return completions
+
+
+def learner_logprobs(model, prompt_ids, completion):
+    ids = torch.tensor([prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+    return predicted_logprobs(logits, ids)[0, len(prompt_ids) - 1 :]
+
+
+def test_requests_go_on_under_new_weights_and_say_which_made_each_token(
+    engine, agent, agent_path, servers
+):
+    old = agent[0]
+    new = moved(AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32"), 1)
+    version = engine.policy_version
+    completions = update_in_flight(engine, new, servers)
+    assert engine.policy_version == version + 1
+    cut = [c for c in completions if c.token_versions is not None]
+    assert cut, "the update found nothing on its way"
+    for n, completion in enumerate(completions):
+        versions = completion.token_versions or [completion.policy_version] * LONG
+        assert versions == sorted(versions) and set(versions) <= {version, version + 1}
+        assert len(completion.token_ids) == LONG and completion.policy_version == versions[0]
+        by_version = {
+            version: learner_logprobs(old, [20, 30 + n], completion),
+            version + 1: learner_logprobs(new, [20, 30 + n], completion),
+        }
+        expected = torch.stack([by_version[v][index] for index, v in enumerate(versions)])
+        assert (expected - torch.tensor(completion.logprobs)).abs().max() <= TOLERANCE
+
+
+def test_an_update_can_wait_for_requests(engine, agent_path, servers, monkeypatch):
+    monkeypatch.setattr(engine, "_in_flight", "wait")
+    new = moved(AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32"), 2)
+    version = engine.policy_version
+    completions = update_in_flight(engine, new, servers)
+    assert [c.token_versions for c in completions] == [None] * 4
+    assert [c.policy_version for c in completions] == [version] * 4
+    assert [len(c.token_ids) for c in completions] == [LONG] * 4
+    assert engine.policy_version == version + 1
+
+
+# ---- what a trainer leaves behind ----
+
+
+def test_an_update_that_was_never_finished_is_mended_by_the_next_trainer(
+    engine, agent, servers, agent_path
+):
+    model, tokenizer = agent
+    for server in servers:  # where a trainer can have been killed
+        post(server, "/pause?mode=abort")
+        post(server, "/update_weight_version", {"new_version": "unfinished"})
+        post(server, "/start_weight_update")
+    urls = [server.url for server in servers]
+    with VLLMServerRolloutEngine(model, tokenizer, base_urls=urls) as second:
+        assert distance(model, sample(second, tokenizer, 1.0), 1.0) <= TOLERANCE
+
+
+def test_an_update_that_leaves_weights_out_is_refused(engine, servers):
+    server = servers[0]
+    post(server, "/start_weight_update")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server, "/update_weights", {"update_info": {"is_complete": True}})
+    assert "No weights came for" in refused.value.read().decode()
+
+
+TRAINER = """
+import asyncio, sys
+from agent_vllm import create_rollout_engine
+engine = create_rollout_engine("vllm-server", sys.argv[1], base_urls=sys.argv[2:])
+engine.eos_token_ids = ()
+async def many():
+    await asyncio.gather(*(engine.generate([20, n], max_new_tokens=1000) for n in range(9)))
+print("ready", flush=True)
+while True:
+    asyncio.run(many())
+"""
+
+
+def test_f15_a_trainer_that_is_killed_leaves_no_request_and_no_memory(engine, servers, agent_path):
+    command = [sys.executable, "-c", TRAINER, str(agent_path), *(s.url for s in servers)]
+    root = Path(__file__).parent.parent
+    before = set(Path("/dev/shm").iterdir())
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout.readline() == "ready\n"
+        eventually(lambda: not any(map(is_idle, servers)), 60.0)
+        trainer.send_signal(signal.SIGKILL)
+    eventually(lambda: all(map(is_idle, servers)), 60.0)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_the_trainer_trains_with_servers(make_trainer, servers):  # noqa: F811
+    urls = [server.url for server in servers]
+    trainer = make_trainer("vllm-server", rollout_engine_kwargs={"base_urls": urls})
+    before = trainer.rollout_engine.policy_version
+    trainer.train()
+    assert trainer.rollout_engine.policy_version == before + 2 + 1  # each step, and at the start
+    for log in trainer.state.log_history[:2]:
+        assert log["sampling/logprob_gap/max"] <= GAP
+        assert log["rollout/stop_reason/engine_error"] == 0.0
+
+
+# ---- the last one: it ends a server ----
+
+
+def test_a_server_that_is_killed_in_a_rollout_loses_nothing(engine, agent, servers, caplog):
+    model, tokenizer = agent
+    rows = make_tasks("train", 12, kinds=SMALL_KINDS)
+    engine.eos_token_ids, kept = (), engine.eos_token_ids
+
+    def kill():
+        eventually(lambda: not any(map(is_idle, servers)), 60.0)
+        servers[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with caplog.at_level(logging.WARNING):
+            trajectories = rollout_batch(
+                engine,
+                ChatFormat.from_tokenizer(tokenizer),
+                [row["prompt"] for row in rows],
+                [[calculator, get_weather, get_price]] * len(rows),
+                limits=Limits(max_turns=1, max_completion_tokens=300),
+                seed=5,
+            )
+    finally:
+        engine.eos_token_ids = kept
+    killer.join()
+    assert StopReason.ENGINE_ERROR not in {t.stop_reason for t in trajectories}
+    assert distance(model, trajectories, 1.0) <= TOLERANCE
+    names = [m.split(" moves from")[0] for m in caplog.messages if "moves from" in m]
+    assert names and len(set(names)) == len(names)
+    assert set(names) <= {f"row {row}, sample 0" for row in range(12)}
+    engine.update_policy(model)  # goes on with who is left
+    assert distance(model, sample(engine, tokenizer, 1.0), 1.0) <= TOLERANCE

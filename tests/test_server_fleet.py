@@ -1,0 +1,229 @@
+"""Servers that fail: every request is answered once, in time, by whoever is left."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+from fake_vllm import DROP, HANG, TOKEN, Status, completion, eventually, fake_server
+from transformers import AutoModelForCausalLM
+
+from agent_vllm import create_rollout_engine
+from agent_vllm.errors import EngineError, WeightSyncError
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture
+def servers(agent_path):
+    with fake_server(agent_path) as first, fake_server(agent_path) as second:
+        yield first, second
+
+
+@pytest.fixture
+def build(agent_path):
+    engines = []
+
+    def build(*servers, **options):
+        urls = [server.url for server in servers]
+        engine = create_rollout_engine("vllm-server", agent_path, base_urls=urls, **options)
+        for server in servers:
+            server.bodies.clear()
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def generate(engine, **options):
+    return asyncio.run(engine.generate([20, 30], max_new_tokens=3, **options))
+
+
+def in_turn(*answers):
+    """The first call gets the first answer, and so on; later ones all get a completion."""
+    left = list(answers)
+
+    def answer(body):
+        return left.pop(0) if left else completion(body)
+
+    return answer
+
+
+def request_ids(*servers):
+    return [body["request_id"] for server in servers for body in server.bodies.get(GENERATE, [])]
+
+
+@pytest.mark.parametrize("failure", [Status(500, "out of luck"), DROP])
+def test_f17_c20_a_failed_request_is_sent_again_under_another_id(build, servers, failure):
+    server, _ = servers
+    engine = build(server)
+    server.answers[GENERATE] = in_turn(failure)
+    before = engine.stats().num_prompt_tokens
+    assert generate(engine).token_ids == [TOKEN] * 3
+    first, second = request_ids(server)
+    assert first != second
+    assert engine.stats().num_prompt_tokens - before == 2  # nothing is counted twice
+
+
+def test_f17_a_request_that_goes_on_failing_is_given_up_with_what_was_said(build, servers):
+    server, _ = servers
+    engine = build(server)
+    server.answers[GENERATE] = Status(500, "out of luck")
+    with pytest.raises(EngineError, match=rf"failed 3 times, the last.*{GENERATE}: 500 out of"):
+        generate(engine)
+
+
+def test_f17_d21_a_server_that_stays_silent_is_waited_for_no_longer_than_said(build, servers):
+    server, _ = servers
+    engine = build(server, request_timeout_s=0.2)
+    server.answers[GENERATE] = HANG
+    with pytest.raises(EngineError, match=rf"{GENERATE}: no answer within 0.2 s.*says that it is"):
+        generate(engine)
+    assert len(request_ids(server)) == 1
+
+
+def test_a_request_that_is_refused_is_not_sent_again(build, servers):
+    server, _ = servers
+    engine = build(server)
+    server.answers[GENERATE] = Status(400, "no such thing")
+    with pytest.raises(EngineError, match="400 no such thing"):
+        generate(engine)
+    assert len(request_ids(server)) == 1
+
+
+class Trajectory:
+    def __init__(self, name):
+        self.name = name
+
+    def __str__(self):
+        return self.name
+
+
+def test_requests_of_a_trajectory_stay_and_trajectories_spread(build, servers):
+    engine = build(*servers)
+    trajectories = [Trajectory(str(number)) for number in range(4)]
+
+    async def turns():
+        for _ in range(3):
+            await asyncio.gather(
+                *(
+                    engine.generate([20, 30 + n], max_new_tokens=3, affinity=trajectory)
+                    for n, trajectory in enumerate(trajectories)
+                )
+            )
+
+    asyncio.run(turns())
+    seen = [{body["token_ids"][1] for body in server.bodies[GENERATE]} for server in servers]
+    assert list(map(len, seen)) == [2, 2] and not seen[0] & seen[1]
+    assert [len(server.bodies[GENERATE]) for server in servers] == [6, 6]
+
+
+def test_what_a_dead_server_had_goes_on_elsewhere_and_the_log_says_so(build, servers, caplog):
+    first, second = servers
+    engine = build(*servers)
+    first.answers[GENERATE] = HANG
+
+    async def rollout():
+        waiting = [
+            asyncio.create_task(
+                engine.generate([20, 30], max_new_tokens=3, affinity=Trajectory(f"row {row}"))
+            )
+            for row in range(4)
+        ]
+        await asyncio.to_thread(eventually, lambda: len(first.bodies.get(GENERATE, [])) == 2)
+        await asyncio.to_thread(first.stop)
+        return await asyncio.gather(*waiting)
+
+    with caplog.at_level(logging.WARNING):
+        completions = asyncio.run(rollout())
+    assert [c.token_ids for c in completions] == [[TOKEN] * 3] * 4
+    assert len(set(request_ids(first, second))) == 6  # two of them asked again
+    moved = [m for m in caplog.messages if "moves from" in m]
+    assert len(moved) == 2 and all(f"from {first.url} to {second.url}" in m for m in moved)
+    assert generate(engine).token_ids == [TOKEN] * 3  # nobody asks the dead one any more
+
+
+def test_a_silent_server_is_noticed_by_looking_at_it(build, servers):
+    first, second = servers
+    engine = build(first, second, health_interval_s=0.05)
+    first.answers[GENERATE] = HANG
+    first.answers["/weight_info"] = lambda body: (
+        {"weight_version": "default"} if not first.bodies.get(GENERATE) else Status(500, "dead")
+    )
+    trajectories = [Trajectory("one"), Trajectory("two")]
+
+    async def both():
+        return await asyncio.gather(
+            *(engine.generate([20], max_new_tokens=3, affinity=t) for t in trajectories)
+        )
+
+    assert [c.token_ids for c in asyncio.run(both())] == [[TOKEN] * 3] * 2
+
+
+def test_with_no_server_left_the_error_says_why_each_is_out(build, servers):
+    server, _ = servers
+    engine = build(server)
+    server.stop()
+    with pytest.raises(EngineError, match=rf"{server.url} is out|No server is left. {server.url}"):
+        generate(engine)
+    with pytest.raises(EngineError, match=f"No server is left. {server.url}"):
+        generate(engine)
+
+
+def test_a_server_that_was_started_again_gets_no_request_before_it_has_the_weights(
+    build, servers, agent_path, caplog
+):
+    first, second = servers
+    engine = build(first, second, health_interval_s=0.01)
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    engine._is_checked = True  # a stand-in has no weights to compare
+    engine.update_policy(model)
+    assert first.label == second.label != "default"
+    first.name_weights("default")  # as one that was killed and started again
+    time.sleep(0.1)  # which takes longer than a look at it lasts
+    for _ in range(4):
+        generate(engine)
+    assert len(request_ids(first)) == 0 and len(request_ids(second)) == 4
+    assert any("it was started again" in message for message in caplog.messages)
+    engine.update_policy(model)
+    assert first.label == second.label
+    for _ in range(4):
+        generate(engine, affinity=Trajectory("one"))
+    assert len(request_ids(first)) > 0
+
+
+def test_d02_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_path):
+    server, _ = servers
+    engine = build(server)
+    server.answers["/reset_prefix_cache"] = {"success": False}
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    with pytest.raises(WeightSyncError, match="refused to reset its prefix cache"):
+        engine.update_policy(model)
+    with pytest.raises(EngineError, match="a weight update failed"):
+        generate(engine)
+    assert engine.policy_version == 0
+
+
+def test_a_closed_engine_says_so(build, servers):
+    engine = build(servers[0])
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        generate(engine)
+
+
+def test_closing_answers_whoever_waits(build, servers):
+    server, _ = servers
+    engine = build(server)
+    server.answers[GENERATE] = HANG
+
+    async def wait():
+        task = asyncio.create_task(engine.generate([20], max_new_tokens=3))
+        await asyncio.to_thread(eventually, lambda: bool(request_ids(server)))
+        await asyncio.to_thread(engine.close)
+        await task
+
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(wait())

@@ -1,0 +1,98 @@
+"""What the trainer's end of a weight update sends: every tensor once, in parts of bounded size."""
+
+import os
+
+import pytest
+import torch
+
+from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.weight_transfer import MemoryTransfer, NcclTransfer, _Client
+
+
+class Servers:
+    """Takes what a server would, and reads it as one."""
+
+    def __init__(self, fails_at=None, sizes=None):
+        self.parts = []
+        self.weights = []
+        self.is_complete = False
+        self.offsets = {}
+        self._fails_at = fails_at
+        self._sizes = sizes or {"http://a": 1}
+
+    def start(self):
+        assert not self.parts
+
+    def update(self, info):
+        if len(self.parts) == self._fails_at:
+            raise ConnectionError("gone")
+        if info.get("is_complete"):
+            self.is_complete = True
+            return
+        with open(info["path"], "rb") as file:
+            content = bytearray(file.read())
+        self.parts.append(len(content))
+        entries = zip(info["names"], info["dtypes"], info["shapes"], info["offsets"], strict=True)
+        for name, dtype, shape, offset in entries:
+            count = torch.Size(shape).numel()
+            flat = torch.frombuffer(
+                content, dtype=getattr(torch, dtype), count=count, offset=offset
+            )
+            self.weights.append((name, flat.view(shape)))
+
+    def init(self, info_of):
+        before = 0
+        for url, size in self._sizes.items():
+            self.offsets[url] = info_of(before)["rank_offset"]
+            before += size
+
+    def sizes(self):
+        return self._sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part_bytes", [1, 300_000, 1 << 30])
+def test_every_weight_is_sent_once_as_it_is_in_parts(agent, dtype, part_bytes):
+    model = agent[0].to(dtype)
+    servers = Servers()
+    MemoryTransfer(part_bytes).send(model, servers)
+    expected = list(named_weights(model))
+    assert [name for name, _ in servers.weights] == [name for name, _ in expected]
+    assert all(
+        torch.equal(got, weight)
+        for (_, got), (_, weight) in zip(servers.weights, expected, strict=True)
+    )
+    largest = max(weight.nbytes for _, weight in expected)
+    assert max(servers.parts) <= min(part_bytes, sum(servers.parts)) + largest + 64
+    assert servers.is_complete
+
+
+def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(agent, monkeypatch):
+    """Other learner processes take part in gathering each weight: nobody may be left waiting."""
+    gathered = []
+
+    def noted(model):
+        for name, weight in named_weights(model):
+            gathered.append(name)
+            yield name, weight
+
+    monkeypatch.setattr("agent_vllm.engines.weight_transfer.named_weights", noted)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConnectionError):
+        MemoryTransfer(part_bytes=1).send(agent[0], Servers(fails_at=2))
+    assert gathered == [name for name, _ in named_weights(agent[0])]
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_servers_get_ranks_of_their_own_behind_the_learner():
+    servers = Servers(sizes={"http://a": 2, "http://b": 1})
+    _Client(servers).init_weight_transfer_engine({"rank_offset": 1})
+    assert servers.offsets == {"http://a": 1, "http://b": 3}
+
+
+@pytest.mark.vllm
+def test_nccl_declares_what_it_will_send(agent):
+    source = NcclTransfer()._source(agent[0])
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in named_weights(agent[0])]
+    assert [name for name, _ in source] == [name for name, _, _ in declared]
