@@ -50,3 +50,7 @@ class EmptyRecordError(RecordError):
 
 class ToolServerError(AgentVLLMError, ConnectionError):
     """A tool server can't be started or reached, or what it says is no MCP; says which."""
+
+
+class ScenarioError(AgentVLLMError, ValueError):
+    """What is to be simulated makes no sense: a distribution, a rate, a number; names it."""

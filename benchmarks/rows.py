@@ -35,5 +35,6 @@ ROWS = {
         "B12": "trl_loop:step_wall",
         "B13": "rollouts:prefix_cache",
         "B14": "recording:recording",
+        "S1": "simulation:prediction",
     }.items()
 }
