@@ -1,47 +1,82 @@
-"""S1: what `agent_vllm simulate` says of a rollout and of a whole step, beside the clock."""
+"""S1 and S2: what `agent_vllm simulate` says of a rollout and of a whole step, beside the clock.
 
+The clock is this process's own (`OwnTime`): a simulation can't know what else a machine does.
+"""
+
+import statistics
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from agent_vllm import VLLMRolloutEngine, episode, rollout
 from agent_vllm.simulate import RateCurve, RecordedRun, Setup, Turn, predict, read_run
 from agent_vllm.simulate.rates import fit_rates
 from agent_vllm.simulate.recorded import timed_turns
+from benchmarks import figures, learner, work
 from benchmarks.figures import Figure, at_most, medians, ratios, seconds_of
 from benchmarks.learner import NUM_GENERATIONS, Clock, settings, trainer_arguments
-from benchmarks.rollouts import reset_prefix_cache, rollout_all
+from benchmarks.rollouts import reset_prefix_cache, rollout_all, run_all
 from benchmarks.work import NUM_TOOL_TURNS, TOOL
 from benchmarks.work import Setup as Work
 from benchmarks.work import setup as make_setup
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOConfig, AgentGRPOTrainer, trainer
 
 MAX_NUM_SEQS = 128
+TIMED = (episode, rollout, trainer, figures, learner, work)  # modules that look at the clock
 
 
-def prediction(quick: bool) -> list[Figure]:
-    """S1: the engine's rate from rollouts without latency; rollouts with it are predicted."""
-    num_tasks, num_rounds = (4, 1) if quick else (64, 5)
-    return _rollouts(num_tasks, num_rounds) + _steps(num_tasks, num_rounds)
+class OwnTime:
+    """In the place of the module `time`: a clock that stands still while others have the cores.
+
+    The wall clock less the seconds in which the main thread or the engine's was ready to run and
+    was kept waiting (Linux's schedstat). Tools sleep by it too. In a process that has its cores to
+    itself it is the wall clock.
+    """
+
+    def __init__(self, engine: VLLMRolloutEngine) -> None:
+        threads = (threading.main_thread(), engine._driver._thread)
+        self._files = [f"/proc/self/task/{t.native_id}/schedstat" for t in threads if t]
+        self._latest = 0.0
+        self.monotonic = self.perf_counter = self.time = self._now
+
+    def _now(self) -> float:
+        waited_s = sum(int(Path(file).read_text().split()[1]) for file in self._files) / 1e9
+        self._latest = max(self._latest, time.perf_counter() - waited_s)
+        return self._latest
+
+    def sleep(self, seconds: float) -> None:
+        end = self._now() + seconds
+        while (left := end - self._now()) > 0:
+            time.sleep(max(left, 0.005))
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in TIMED:
+                stack.enter_context(mock.patch.object(module, "time", self))
+            yield
 
 
-def _rollouts(num_tasks: int, num_rounds: int) -> list[Figure]:
-    """Each round measures the rate, then the rollouts that it predicts."""
+def rollouts(quick: bool) -> list[Figure]:
+    """S1: each round measures the engine's rate, then the rollouts that it predicts."""
+    num_tasks, num_rounds = (4, 1) if quick else (64, 3)
     ours = make_setup()
     latencies = ["none", "0.2", "log-normal"]
     seconds: dict[str, list[float]] = {latency: [] for latency in latencies}
     found: dict[str, list[float]] = {latency: [] for latency in latencies}
-    with ours.vllm(max_num_seqs=MAX_NUM_SEQS) as engine:
+    with ours.vllm(max_num_seqs=MAX_NUM_SEQS) as engine, OwnTime(engine).set():
         rollout_all(engine, ours, num_tasks, "none")
         for _ in range(num_rounds):
             rate = measured_rate(engine, ours, num_tasks)
             for latency in latencies:
-                reset_prefix_cache(engine)
-                seconds[latency].append(
-                    seconds_of(
-                        lambda latency=latency: rollout_all(engine, ours, num_tasks, latency)
-                    )
-                )
+                run = partial(run_all, engine, ours, num_tasks, latency)
+                seconds[latency].append(seconds_of(run))
                 found[latency].append(_predicted_s(ours, num_tasks, latency, rate))
     return [
         _figure(f"S1 {latency}", f"rollout, tools {latency}", found[latency], seconds[latency])
@@ -52,11 +87,11 @@ def _rollouts(num_tasks: int, num_rounds: int) -> list[Figure]:
 def measured_rate(engine: Any, ours: Work, num_tasks: int) -> RateCurve:
     """From rollouts without tool latency of 1, 4, 16, ... trajectories."""
     sizes = [size for size in (1, 4, 16, 64) if size <= num_tasks]
-    rollouts = []
+    turns = []
     for size in sizes:
         reset_prefix_cache(engine)
-        rollouts.append(timed_turns(rollout_all(engine, ours, size, "none")))
-    return fit_rates(rollouts)
+        turns.append(timed_turns(rollout_all(engine, ours, size, "none")))
+    return fit_rates(turns)
 
 
 def _predicted_s(ours: Work, num_tasks: int, latency: str, rate: RateCurve) -> float:
@@ -82,14 +117,15 @@ def scripted_plans(ours: Work, num_tasks: int, latency: str) -> list[Sequence[Tu
 # ---- whole steps ----
 
 
-def _steps(num_tasks: int, num_rounds: int) -> list[Figure]:
-    """A recorded GRPO run: steps with one latency predict the steps with the other."""
+def steps(quick: bool) -> list[Figure]:
+    """S2: a recorded GRPO run; steps with one latency predict the steps with the other."""
+    num_tasks, num_rounds = (4, 1) if quick else (64, 3)
     latencies = ["none", *["0.05", "log-normal"] * num_rounds, "0.05"]
     ours = make_setup()
     with tempfile.TemporaryDirectory() as folder:
         clock = _train(ours, num_tasks, latencies, folder)
         recorded = read_run(Path(folder) / "rollouts.jsonl")
-    figures = []
+    rows = []
     for first, latency, other in ((2, "log-normal", 1), (1, "0.05", 2)):
         seen = _every_second(recorded, other)
         layout = Setup(
@@ -100,8 +136,8 @@ def _steps(num_tasks: int, num_rounds: int) -> list[Figure]:
         found = predict([tasks * NUM_GENERATIONS], layout).step_s
         measured = clock.seconds[first:-1:2]
         what = f"whole GRPO step, tools {latency}, from steps with others"
-        figures.append(_figure(f"S1 step {latency}", what, [found] * len(measured), measured))
-    return figures
+        rows.append(_figure(f"S2 {latency}", what, [found] * len(measured), measured))
+    return rows
 
 
 def _every_second(recorded: RecordedRun, first: int) -> RecordedRun:
@@ -115,8 +151,8 @@ def _every_second(recorded: RecordedRun, first: int) -> RecordedRun:
 
 def _train(ours: Work, num_tasks: int, latencies: list[str], folder: str) -> Clock:
     clock = Clock(latencies)
-    with ours.vllm(max_num_seqs=MAX_NUM_SEQS) as engine:
-        trainer = AgentGRPOTrainer(
+    with ours.vllm(max_num_seqs=MAX_NUM_SEQS) as engine, OwnTime(engine).set():
+        run = AgentGRPOTrainer(
             **trainer_arguments(ours, num_tasks),
             args=AgentGRPOConfig(
                 **settings(num_tasks, len(latencies), folder),
@@ -126,14 +162,14 @@ def _train(ours: Work, num_tasks: int, latencies: list[str], folder: str) -> Clo
             rollout_engine=engine,
             callbacks=[clock],
         )
-        trainer.train()
-        trainer.close()
+        run.train()
+        run.close()
     return clock
 
 
 def _figure(id_: str, what: str, found: Sequence[float], measured: Sequence[float]) -> Figure:
-    distances = [abs(ratio - 1) for ratio in ratios(found, measured)]
+    distance = abs(statistics.median(ratios(found, measured)) - 1)
     return Figure(
         id=id_, what=f"{what}: predicted / measured, distance from 1", goal=at_most(0.15),
-        values=distances, note=medians({"predicted": found, "measured": measured}),
+        values=[distance], note=medians({"predicted": found, "measured": measured}),
     )  # fmt: skip

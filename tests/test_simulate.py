@@ -23,7 +23,7 @@ from agent_vllm.simulate import (
     run_engine,
 )
 from agent_vllm.simulate.rates import TimedTurn, fit_rates
-from agent_vllm.simulate.sync import DECODERS, LINKS, sync_seconds, sync_table
+from agent_vllm.simulate.sync import DECODERS, LINKS, sync_seconds
 from agent_vllm.types import Span
 
 TEN_EACH = RateCurve(((1, 10), (64, 640)))  # tokens a second for each, however many
@@ -257,6 +257,15 @@ def test_a_table_is_printed(record_path, capsys):
     assert "As recorded: 6 s a rollout; the simulation of the same says 6 s." in printed
 
 
+def test_a_simulation_that_is_off_says_so(tmp_path, capsys):
+    """Three turns that came back together, as from an engine that batches whole turns."""
+    with RolloutRecorder(tmp_path / "rollouts.jsonl") as recorder:
+        for num_tokens in (20, 1, 1):
+            recorder.write(trajectory([1], sampled(*[3] * num_tokens), spans=[span("model", 0, 2)]))
+    assert main(["simulate", "--from", str(recorder.path)]) == 0
+    assert "more than 15% apart: don't trust" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_scenario_file_is_the_options_and_gives_way_to_them(tmp_path, capsys):
     path = tmp_path / "scenario.json"
     path.write_text(
@@ -366,3 +375,19 @@ def test_parameters_are_those_of_the_models():
     assert counts["Qwen3-0.6B"] == 596_049_920
     assert counts["Qwen3-8B"] == 8_190_735_360
     assert counts["Llama-3.3-70B"] == 70_553_706_496
+
+
+def test_an_adapter_is_two_thin_matrices_a_layer():
+    decoder = DECODERS["Qwen3-0.6B"]
+    # queries, keys, values, output; gate, up, down
+    sides = [1024 + 2048, 1024 + 1024, 1024 + 1024, 2048 + 1024, *[1024 + 3072] * 3]
+    assert decoder.num_adapter_parameters(16) == 28 * 16 * sum(sides)
+
+
+def test_the_page_has_the_table_that_the_command_prints(capsys):
+    assert main(["simulate", "--sync-table"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 1 + 2 * len(DECODERS)
+    assert rows[0].split(" | ")[3:] == [*list(LINKS)[:-1], f"{list(LINKS)[-1]} |"]
+    page = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text().splitlines()
+    assert [row for row in rows if row not in page] == []

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from agent_vllm.simulate.workload import Plan, Workload, distribution, with_tool
 
 HELP = "predict step time and idle shares of a layout"
 
+_TRUSTED = 0.15  # of the recorded time
 _OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"help": f"one of {', '.join(LAYOUTS)}; default: shared"},
     "engines": {"nargs": "+", "type": int, "help": "numbers of engines, a line each; default: 1"},
@@ -244,18 +244,29 @@ def _show(result: Mapping[str, Any]) -> None:
         f"holds {bound['mean_running']:.3g} sequences, its queue {bound['mean_queued']:.3g}."
     )
     if recorded := result["recorded"]:
-        console.print(
-            f"As recorded: {recorded['rollout_s']:.3g} s a rollout; the simulation of the same "
-            f"says {recorded['predicted_rollout_s']:.3g} s."
-        )
+        console.print(_trust(recorded["rollout_s"], recorded["predicted_rollout_s"]))
+
+
+def _trust(recorded_s: float, predicted_s: float) -> str:
+    text = (
+        f"As recorded: {recorded_s:.3g} s a rollout; the simulation of the same says "
+        f"{predicted_s:.3g} s."
+    )
+    if abs(predicted_s - recorded_s) <= _TRUSTED * recorded_s:
+        return text
+    return (
+        f"{text} They are more than {_TRUSTED:.0%} apart: don't trust the rest. An engine that "
+        "batches whole turns (torch), warms up or was slowed by others is not what is simulated; "
+        "give --rate."
+    )
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    title = f"{result['layout']}, {result['trajectories']} trajectories a step"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    title = f"{result['layout']}, {result['trajectories']} trajectories a step, times in seconds"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     devices = list(result["predicted"][0]["shares"])
     for head in (
-        "engines", "rollout s", "learner s", "sync s", "step s", "tokens/s",
+        "engines", "rollout", "learner", "sync", "step", "tokens/s",
         *(f"{device} idle" for device in devices),
     ):  # fmt: skip
         table.add_column(head, justify="right")

@@ -7,13 +7,12 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agent_vllm.errors import ScenarioError
+import torch
 
-_NUM_ROUNDS = 40  # of the fit; it has settled by then
-_LEAST_TIME = 0.01  # share of the time; what was seen for less is not believed
+from agent_vllm.errors import ScenarioError
 
 SecondsByBin = dict[int, float]  # by how many sequences ran
 
@@ -69,11 +68,11 @@ class TimedTurn:
 
 
 def fit_rates(rollouts: Iterable[Sequence[TimedTurn]]) -> RateCurve:
-    """The curve under which each turn makes its tokens in its span.
+    """The curve under which the turns make their tokens in their spans.
 
-    A turn that ran beside 64 others at first and alone in the end had a slow and a fast part. How
-    its tokens fall on them is found by turns: tokens by the rates, rates by the tokens
-    (Richardson-Lucy). Numbers of sequences are put together by half powers of two.
+    A step's time is taken to be a fixed part and a part for each sequence: two numbers, which stay
+    sound where a rollout says little, such as on its last few sequences. They are found by least
+    squares over the tokens of all turns; the sum of the tokens is kept.
 
     Args:
         rollouts: of each rollout all its turns, all of one engine.
@@ -86,21 +85,37 @@ def fit_rates(rollouts: Iterable[Sequence[TimedTurn]]) -> RateCurve:
     sequence_s: SecondsByBin = defaultdict(float)  # two sequences for a second are two seconds
     for rollout in rollouts:
         turns += _by_bin(rollout, wall_s, sequence_s)
-    believed = {bin_ for bin_, s in wall_s.items() if s >= _LEAST_TIME * sum(wall_s.values())}
-    if not believed:
+    if not turns:
         raise ScenarioError("No turn has a span; give `rate`.")
-    rates = _rates_of_a_sequence(turns)
-    points = []
-    for bin_ in sorted(believed):
-        number = sequence_s[bin_] / wall_s[bin_]
-        points.append((number, number * rates[bin_]))
-    return RateCurve(tuple(points))
+    numbers = {bin_: sequence_s[bin_] / wall_s[bin_] for bin_ in sorted(wall_s)}
+    fixed_s, per_sequence_s = _step_parts(turns, numbers)
+    ends = sorted({1.0, max(numbers.values())})
+    return RateCurve(tuple((n, n / (fixed_s + n * per_sequence_s)) for n in ends))
+
+
+def _step_parts(
+    turns: Sequence[tuple[int, SecondsByBin]], numbers: Mapping[int, float]
+) -> tuple[float, float]:
+    """Seconds of a step: its fixed part, and for each sequence."""
+    slopes = torch.logspace(-5, 3, 161, dtype=torch.float64)  # [S], per sequence by fixed
+    tokens = torch.tensor([[n] for n, _ in turns], dtype=torch.float64)  # [N, 1]
+    seconds = torch.tensor(
+        [[by_bin.get(bin_, 0.0) for bin_ in numbers] for _, by_bin in turns], dtype=torch.float64
+    )  # [N, bins]
+    steps_s = 1 + torch.tensor(list(numbers.values()), dtype=torch.float64)[:, None] * slopes
+    expected = seconds @ (1 / steps_s)  # [N, S], with a fixed part of 1 s
+    fixed_s = expected.sum(0) / tokens.sum()
+    best = (tokens - expected / fixed_s).square().sum(0).argmin()
+    return float(fixed_s[best]), float(fixed_s[best] * slopes[best])
 
 
 def _by_bin(
     rollout: Sequence[TimedTurn], wall_s: SecondsByBin, sequence_s: SecondsByBin
 ) -> list[tuple[int, SecondsByBin]]:
-    """Each turn's seconds by how many ran beside it; both counters are brought up to date."""
+    """Each turn's tokens, and its seconds by how many ran beside it, in half powers of two.
+
+    The time of the rollout in each of these bins is added to the last two arguments.
+    """
     changes = Counter(turn.start_s for turn in rollout)
     changes.subtract(turn.end_s for turn in rollout)
     times = sorted(changes)
@@ -125,20 +140,3 @@ def _by_bin(
 def _since(before: SecondsByBin, after: SecondsByBin) -> SecondsByBin:
     seconds = {bin_: s - before.get(bin_, 0.0) for bin_, s in after.items()}
     return {bin_: s for bin_, s in seconds.items() if s > 0}
-
-
-def _rates_of_a_sequence(turns: Sequence[tuple[int, SecondsByBin]]) -> SecondsByBin:
-    """Tokens per second of one sequence, by bin."""
-    total_s: SecondsByBin = defaultdict(float)
-    for _, seconds in turns:
-        for bin_, s in seconds.items():
-            total_s[bin_] += s
-    rates = dict.fromkeys(total_s, 1.0)
-    for _ in range(_NUM_ROUNDS):
-        tokens = dict.fromkeys(rates, 0.0)
-        for num_tokens, seconds in turns:
-            expected = sum(rates[bin_] * s for bin_, s in seconds.items())
-            for bin_, s in seconds.items():
-                tokens[bin_] += num_tokens * rates[bin_] * s / expected
-        rates = {bin_: tokens[bin_] / total_s[bin_] for bin_ in rates}
-    return rates
