@@ -220,13 +220,19 @@ def _sync_s(options: Mapping[str, Any]) -> float:
 
 
 def _as_recorded(recorded: RecordedRun, options: Mapping[str, Any]) -> dict[str, float | None]:
-    """What was measured, and what the simulation makes of the very same: how far to trust it."""
-    setup = Setup(
-        layout="shared", rate=recorded.rate(), max_num_seqs=options.get("max_num_seqs", 128)
-    )
+    """What was measured, and what the simulation makes of the very same: how far to trust it.
+
+    With a rate that was given, of another machine maybe, there is nothing to compare.
+    """
+    predicted_s = None
+    if "rate" not in options:
+        setup = Setup(
+            layout="shared", rate=recorded.rate(), max_num_seqs=options.get("max_num_seqs", 128)
+        )
+        predicted_s = predict(recorded.rollouts, setup).rollout_s
     return {
         "rollout_s": statistics.mean(recorded.rollout_s),
-        "predicted_rollout_s": predict(recorded.rollouts, setup).rollout_s,
+        "predicted_rollout_s": predicted_s,
         "learner_s": recorded.learner_s(),
     }
 
@@ -247,11 +253,11 @@ def _show(result: Mapping[str, Any]) -> None:
         console.print(_trust(recorded["rollout_s"], recorded["predicted_rollout_s"]))
 
 
-def _trust(recorded_s: float, predicted_s: float) -> str:
-    text = (
-        f"As recorded: {recorded_s:.3g} s a rollout; the simulation of the same says "
-        f"{predicted_s:.3g} s."
-    )
+def _trust(recorded_s: float, predicted_s: float | None) -> str:
+    text = f"As recorded: {recorded_s:.3g} s a rollout"
+    if predicted_s is None:
+        return f"{text}."
+    text += f"; the simulation of the same says {predicted_s:.3g} s."
     if abs(predicted_s - recorded_s) <= _TRUSTED * recorded_s:
         return text
     return (

@@ -55,9 +55,9 @@ def read_run(path: str | Path) -> RecordedRun:
     if not trained:
         raise RecordError(f"{path} holds evaluations only. Record a training run.")
     return RecordedRun(
-        rollouts=[[plan_of(t) for t in batch.trajectories] for batch in trained],
+        rollouts=[batch.plans for batch in trained],
         rollout_s=[batch.seconds for batch in trained],
-        timed_turns=[timed_turns(batch.trajectories) for batch in trained],
+        timed_turns=[batch.turns for batch in trained],
         between_s=[
             _between_s(before, after)
             for before, after in itertools.pairwise([*batches, None])
@@ -68,24 +68,27 @@ def read_run(path: str | Path) -> RecordedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
+    """What is kept of a rollout; its tokens are not."""
+
     mode: str
     session: int
     started: float | None
-    trajectories: list[Trajectory]
+    seconds: float
+    plans: list[Plan]
+    turns: list[TimedTurn]
 
     @classmethod
     def of(cls, records: Sequence[RolloutRecord]) -> "_Batch":
         first = records[0]
+        trajectories = [to_trajectory(record) for record in records]
         return cls(
             mode=first["mode"],
             session=first["session"],
             started=first["started"],
-            trajectories=[to_trajectory(record) for record in records],
+            seconds=max((span.end_s for t in trajectories for span in t.spans), default=0.0),
+            plans=[plan_of(trajectory) for trajectory in trajectories],
+            turns=timed_turns(trajectories),
         )
-
-    @property
-    def seconds(self) -> float:
-        return max((span.end_s for t in self.trajectories for span in t.spans), default=0.0)
 
 
 def _between_s(before: _Batch, after: _Batch | None) -> float | None:
