@@ -35,20 +35,28 @@ class OwnTime:
     """In the place of the module `time`: a clock that stands still while others have the cores.
 
     The wall clock less the seconds in which the main thread or the engine's was ready to run and
-    was kept waiting (Linux's schedstat). Tools sleep by it too. In a process that has its cores to
-    itself it is the wall clock.
+    was kept waiting (Linux's schedstat); the longer of the two between any two looks at it. Tools
+    sleep by it too. In a process that has its cores to itself it is the wall clock.
     """
 
     def __init__(self, engine: VLLMRolloutEngine) -> None:
         threads = (threading.main_thread(), engine._driver._thread)
         self._files = [f"/proc/self/task/{t.native_id}/schedstat" for t in threads if t]
-        self._latest = 0.0
+        self._now_s = 0.0
+        self._looked_s, self._waited_s = time.perf_counter(), self._waits_s()
+        self._lock = threading.Lock()
         self.monotonic = self.perf_counter = self.time = self._now
 
     def _now(self) -> float:
-        waited_s = sum(int(Path(file).read_text().split()[1]) for file in self._files) / 1e9
-        self._latest = max(self._latest, time.perf_counter() - waited_s)
-        return self._latest
+        with self._lock:
+            looked_s, waited_s = time.perf_counter(), self._waits_s()
+            lost_s = max(b - a for a, b in zip(self._waited_s, waited_s, strict=True))
+            self._now_s += max(looked_s - self._looked_s - lost_s, 0.0)
+            self._looked_s, self._waited_s = looked_s, waited_s
+            return self._now_s
+
+    def _waits_s(self) -> list[float]:
+        return [int(Path(file).read_text().split()[1]) / 1e9 for file in self._files]
 
     def sleep(self, seconds: float) -> None:
         end = self._now() + seconds
@@ -65,7 +73,10 @@ class OwnTime:
 
 def rollouts(quick: bool) -> list[Figure]:
     """S1: each round measures the engine's rate, then the rollouts that it predicts."""
-    num_tasks, num_rounds = (4, 1) if quick else (64, 3)
+    return _rollouts(4, 1) if quick else _rollouts(64, 3)
+
+
+def _rollouts(num_tasks: int, num_rounds: int) -> list[Figure]:
     ours = make_setup()
     latencies = ["none", "0.2", "log-normal"]
     seconds: dict[str, list[float]] = {latency: [] for latency in latencies}
