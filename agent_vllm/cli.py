@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "export": "agent_vllm.inspect.export",
     "replay": "agent_vllm.inspect.replay_command",
     "serve": "agent_vllm.engines.serve",
+    "simulate": "agent_vllm.simulate.command",
     "trace": "agent_vllm.inspect.trace",
     "view": "agent_vllm.inspect.view",
 }

@@ -62,3 +62,7 @@ class ToolServerError(AgentVLLMError, ConnectionError):
 
 class VLLMServerError(AgentVLLMError, ConnectionError):
     """A vLLM server can't be reached, or isn't what the engine needs; says how to start it."""
+
+
+class ScenarioError(AgentVLLMError, ValueError):
+    """What is to be simulated makes no sense: a distribution, a rate, a number; names it."""

@@ -1,0 +1,137 @@
+"""What a recorded run tells a simulation: its trajectories, its engine's rate, its learner's time.
+
+Invariant: a turn's time is the recorded one, whatever it was spent on (tools, users, the host).
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_vllm.errors import RecordError
+from agent_vllm.inspect.read import read_batches, to_trajectory
+from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.simulate.rates import RateCurve, TimedTurn, fit_rates
+from agent_vllm.simulate.workload import Plan, Turn
+from agent_vllm.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun:
+    """The training rollouts of a record.
+
+    Attributes:
+        rollouts: their trajectories, ready to be played out.
+        rollout_s: what each took, one a rollout.
+        timed_turns: their turns as they were seen.
+        between_s: from each rollout's end to the next one's start: rewards, learner and sync.
+            None where no training rollout followed in the same session.
+    """
+
+    rollouts: list[list[Plan]]
+    rollout_s: list[float]
+    timed_turns: list[list[TimedTurn]]
+    between_s: list[float | None]
+
+    def rate(self) -> RateCurve:
+        """Of all engines that one process's rollouts were sampled by, as if they were one."""
+        return fit_rates(self.timed_turns)
+
+    def learner_s(self) -> float | None:
+        """Rewards, learner and sync: the median, which one checkpoint does not move."""
+        known = [seconds for seconds in self.between_s if seconds is not None]
+        return statistics.median(known) if known else None
+
+
+def read_run(path: str | Path) -> RecordedRun:
+    """Read one process's record; rollouts of evaluations are left out.
+
+    Raises:
+        FileNotFoundError, RecordError: as `read_rollouts`; or it holds no training rollout.
+    """
+    batches = [_Batch.of(batch) for batch in read_batches(path)]
+    trained = [batch for batch in batches if batch.mode != "eval"]
+    if not trained:
+        raise RecordError(f"{path} holds evaluations only. Record a training run.")
+    return RecordedRun(
+        rollouts=[batch.plans for batch in trained],
+        rollout_s=[batch.seconds for batch in trained],
+        timed_turns=[batch.turns for batch in trained],
+        between_s=[
+            _between_s(before, after)
+            for before, after in itertools.pairwise([*batches, None])
+            if before is not None and before.mode != "eval"
+        ],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """What is kept of a rollout; its tokens are not."""
+
+    mode: str
+    session: int
+    started: float | None
+    seconds: float
+    plans: list[Plan]
+    turns: list[TimedTurn]
+
+    @classmethod
+    def of(cls, records: Sequence[RolloutRecord]) -> "_Batch":
+        first = records[0]
+        trajectories = [to_trajectory(record) for record in records]
+        return cls(
+            mode=first["mode"],
+            session=first["session"],
+            started=first["started"],
+            seconds=max((span.end_s for t in trajectories for span in t.spans), default=0.0),
+            plans=[plan_of(trajectory) for trajectory in trajectories],
+            turns=timed_turns(trajectories),
+        )
+
+
+def _between_s(before: _Batch, after: _Batch | None) -> float | None:
+    if after is None or (after.mode, after.session) != (before.mode, before.session):
+        return None
+    if before.started is None or after.started is None:
+        return None
+    return max(after.started - before.started - before.seconds, 0.0)
+
+
+def timed_turns(trajectories: Iterable[Trajectory]) -> list[TimedTurn]:
+    """The turns of one rollout.
+
+    Raises:
+        RecordError: a trajectory has more or fewer spans of the model than turns.
+    """
+    return [turn for trajectory in trajectories for turn in _timed_turns(trajectory)]
+
+
+def plan_of(trajectory: Trajectory) -> Plan:
+    """The trajectory as turns, each with the seconds until the next one began.
+
+    Raises:
+        RecordError: as `timed_turns`.
+    """
+    turns = _timed_turns(trajectory)
+    last_s = max((span.end_s for span in trajectory.spans), default=0.0)
+    starts_s = [*(turn.start_s for turn in turns[1:]), last_s]
+    return [
+        Turn(turn.num_tokens, max(start_s - turn.end_s, 0.0))
+        for turn, start_s in zip(turns, starts_s, strict=False)  # none begins after no turn
+    ]
+
+
+def _timed_turns(trajectory: Trajectory) -> list[TimedTurn]:
+    spans = [span for span in trajectory.spans if span.kind == "model"]
+    sampled = [segment for segment in trajectory.segments if segment.is_sampled]
+    if len(spans) != len(sampled):
+        raise RecordError(
+            f"A trajectory has {len(sampled)} turns and {len(spans)} spans of the model; there "
+            "must be one for each turn. Was it recorded by a rollout?"
+        )
+    return [
+        TimedTurn(span.start_s, span.end_s, len(segment.token_ids))
+        for span, segment in zip(spans, sampled, strict=True)
+    ]
