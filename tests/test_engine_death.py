@@ -50,11 +50,19 @@ class Breaker(TrainerCallback):
 
 
 @pytest.fixture
-def comes_back():
-    """Set at the end, for the threads that were left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
+def hanging():
+    """A step that comes back only at the test's end; the threads in it then end too."""
+    end, threads = threading.Event(), []
+
+    def step():
+        threads.append(threading.current_thread())
+        end.wait()
+        return []
+
+    yield lambda _: step
+    end.set()
+    for thread in threads:
+        thread.join(30)
 
 
 def raising(_):
@@ -186,10 +194,13 @@ def test_out_of_memory_in_a_step_costs_a_retry_and_nothing_else(make_trainer, pl
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
-    make_trainer, plain, engine, fault, comes_back, capsys
+    make_trainer, plain, engine, fault, hanging, capfd
 ):
-    step = raising if fault == "raises" else lambda _: comes_back.wait
-    trainer = make_trainer(engine, breaker=Breaker(1, step), on_engine_death="rebuild")
+    trainer = make_trainer(
+        engine,
+        breaker=Breaker(1, raising if fault == "raises" else hanging),
+        on_engine_death="rebuild",
+    )
     first = trainer.rollout_engine
     trainer.train()
     assert_same_run(trainer, plain(engine))
@@ -201,7 +212,7 @@ def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
     lost = records(trainer, trained=False, step=1)
     error = RAISED if fault == "raises" else HUNG
     assert [(r["stop_reason"], r["error"]) for r in lost] == [("engine_error", error)] * 8
-    assert f"is dead ({FAILED_ALL}{error})" in capsys.readouterr().out
+    assert f"is dead ({FAILED_ALL}{error})" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -248,9 +259,9 @@ def test_what_was_finished_before_the_death_is_trained(make_trainer):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stopped_run_is_saved_and_goes_on_as_if_nothing_had_been(
-    make_trainer, plain, engine, comes_back
+    make_trainer, plain, engine, hanging
 ):
-    trainer = make_trainer(engine, breaker=Breaker(1, lambda _: comes_back.wait))
+    trainer = make_trainer(engine, breaker=Breaker(1, hanging))
     with pytest.raises(EngineDeadError) as caught:
         trainer.train()
     trainer.close()
