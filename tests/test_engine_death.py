@@ -20,7 +20,7 @@ from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 FAILED_ALL = "it failed all 8 trajectories, the first with: "
 RAISED = "The engine failed: RuntimeError: on purpose"
-HUNG = "The engine hangs: it has made no progress for 2 s."
+HUNG = "The engine hangs: it has made no progress for 10 s."
 
 
 def rows(num_rows=16):
@@ -45,8 +45,8 @@ class Breaker(TrainerCallback):
             self.break_engine()
 
     def break_engine(self):
-        steps = steps_of(self.trainer.rollout_engine)
-        steps.step = self.make_step(steps.step)
+        engine = self.trainer.rollout_engine
+        steps_of(engine).step = self.make_step(steps_of(engine).step, engine)
 
 
 @pytest.fixture
@@ -54,25 +54,26 @@ def hanging():
     """A step that comes back only at the test's end; the threads in it then end too."""
     end, threads = threading.Event(), []
 
-    def step():
+    def step(engine):
         threads.append(threading.current_thread())
+        engine._driver._progress_at = 0.0  # as if it had been in here for long
         end.wait()
         return []
 
-    yield lambda _: step
+    yield lambda _, engine: functools.partial(step, engine)
     end.set()
     for thread in threads:
         thread.join(30)
 
 
-def raising(_):
+def raising(*_):
     def step():
         raise RuntimeError("on purpose")
 
     return step
 
 
-def out_of_memory_once(step):
+def out_of_memory_once(step, _):
     failures = iter([torch.OutOfMemoryError("on purpose")])
 
     def failing_step():
@@ -86,7 +87,7 @@ def out_of_memory_once(step):
 def build(agent_path, folder, engine="torch", breaker=None, model=None, **settings):
     """A trainer on the small agent; an engine that it builds is watched closely."""
     if isinstance(engine, str):
-        settings["rollout_engine_kwargs"] = {"hang_s": 2}
+        settings["rollout_engine_kwargs"] = {"hang_s": 10}
     args = AgentGRPOConfig(
         output_dir=str(folder),
         max_steps=3,
@@ -237,7 +238,7 @@ def test_a_rebuilt_engine_samples_with_the_learners_weights(make_trainer, engine
 def test_what_was_finished_before_the_death_is_trained(make_trainer):
     """The engine answers one batch of turns and then nobody."""
 
-    def only_one_batch(step):
+    def only_one_batch(step, _):
         answers = iter([step])
         return lambda: next(answers, raising(None))()
 
