@@ -4,11 +4,9 @@ import asyncio
 
 import pytest
 import torch
-from adapted import LINEAR, adapted
+from adapted import adapted
 
-from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
-from agent_vllm.engines.vllm_process import VLLMStepper
-from agent_vllm.errors import WeightSyncError
+from agent_vllm import VLLMRolloutEngine
 from agent_vllm.logprobs import predicted_logprobs
 
 TOLERANCE = 1e-5

@@ -5,10 +5,10 @@ Invariant: what is not supported raises with a reason and a remedy; nothing is s
 
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
+from agent_vllm.engines.vllm_process import check_sleep_mode
 from trl_integration.config import AgentGRPOConfig
 
 
@@ -33,11 +33,13 @@ def check_arguments(
         )
     if kwargs.get("rollout_func") is not None:
         raise ValueError("`rollout_func` is refused: the rollout engine makes the rollouts.")
-    if kwargs.get("peft_config") is not None or is_peft_model(model):
-        raise ValueError(
-            "PEFT models are not supported yet: the engine takes whole weights. Train without "
-            "`peft_config`."
-        )
+    if args.vllm_enable_sleep_mode:
+        if rollout_engine != "vllm":
+            raise ValueError(
+                "`vllm_enable_sleep_mode=True` is for the vLLM engine that the trainer builds, got "
+                f'rollout_engine={rollout_engine!r}. Leave it out, or use rollout_engine="vllm".'
+            )
+        check_sleep_mode()
     if args.use_vllm:
         raise ValueError(
             "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
@@ -82,10 +84,11 @@ def check_setup(trainer: Any) -> None:
     """What is known only once TRL has set itself up."""
     if trainer._is_vlm:
         raise ValueError("Vision-language models are not supported: rollouts are text only.")
-    if trainer._dist.is_zero3 or trainer._dist.is_fsdp:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # absent without FSDP
+    if plugin is not None and plugin.fsdp_version == 1:
         raise ValueError(
-            "Sharded learners (FSDP, DeepSpeed ZeRO-3) are not supported yet: the engine reads "
-            "whole tensors. Use DDP or one process."
+            "FSDP1 is not supported: it holds a layer's weights as one flat tensor, which can't be "
+            "gathered one by one. Set `fsdp_version: 2` in accelerate's config."
         )
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:

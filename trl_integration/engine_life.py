@@ -41,14 +41,25 @@ class EngineLife:
         self._learner = learner
         self._is_ours = isinstance(engine, str)
         self._is_current = False
+        self._is_asleep = False
         self.sync_seconds = 0.0
         self.engine = self._build(engine) if isinstance(engine, str) else engine
 
     def sync(self) -> dict[str, float]:
-        """Give the engine the learner's current weights; returns metrics."""
+        """Give the engine the learner's current weights; returns metrics.
+
+        An engine that sleeps is left asleep and gets them when it is needed: they would take the
+        memory that the learner is using.
+        """
+        if self._is_asleep:
+            self.engine.policy_version += 1
+            return {}
+        return self._load()
+
+    def _load(self) -> dict[str, float]:
         start_s = time.perf_counter()
         self.engine.update_policy(self._learner())
-        self._is_current = True
+        self._is_current, self._is_asleep = True, False
         seconds = time.perf_counter() - start_s
         self.sync_seconds += seconds
         num_bytes = self.engine.num_synced_bytes
@@ -56,7 +67,13 @@ class EngineLife:
 
     def ensure_current(self) -> dict[str, float]:
         """Sync if the learner may have changed since the last time; returns metrics."""
-        return {} if self._is_current else self.sync()
+        return {} if self._is_current else self._load()
+
+    def rollout_done(self) -> None:
+        """Before the learner's forward pass: a sleeping engine's memory is the learner's."""
+        if self._args.vllm_enable_sleep_mode:
+            self.engine.sleep()
+            self._is_current, self._is_asleep = False, True
 
     def learner_changed(self) -> None:
         """The learner's weights are not the engine's any more, or nobody knows."""
@@ -73,6 +90,7 @@ class EngineLife:
             options["max_model_len"] = self._args.vllm_max_model_length
         if name == "vllm":
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
+            options["sleep_mode"] = self._args.vllm_enable_sleep_mode
         options |= self._args.rollout_engine_kwargs or {}
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
 

@@ -63,7 +63,7 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, and all others of [`~trl.GRPOTrainer`]:
-            As there. Prompts must be conversational. `rollout_func` and `peft_config` are refused.
+            As there. Prompts must be conversational. `rollout_func` is refused.
         args ([`AgentGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         tools (`list` or `Callable`, *optional*):
@@ -209,6 +209,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         self._append_metrics("train", self.engine_life.ensure_current())
         self.trajectories = self._rollout(prompts)
+        self.engine_life.rollout_done()
         self._check_engine_answered()
         self._gap.expect(self._mode, self.rollout_engine.policy_version)
         fields = to_trl(

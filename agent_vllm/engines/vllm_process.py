@@ -278,6 +278,8 @@ class VLLMStepper:
         names = {_loader_name(name) for name, _ in model.named_parameters()}
         with _loads_noted(model) as loaded:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if _on_cpu():
+            _repack_experts(model)
         missing = sorted(names - loaded)
         if missing:
             raise WeightSyncError(
@@ -354,6 +356,14 @@ class _ProcessGroups:
 
 
 _process_groups = _ProcessGroups()
+
+
+def _repack_experts(model: Any) -> None:
+    """On CPU vLLM packs experts when it builds their kernel, and not again when it reloads them."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _loader_name(name: str) -> str:

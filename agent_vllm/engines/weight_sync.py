@@ -35,6 +35,19 @@ def plain_model(model: torch.nn.Module) -> PreTrainedModel:
     return base_model(model)  # type: ignore[return-value]
 
 
+def is_quantised(model: torch.nn.Module) -> bool:
+    """Whether the base weights are in a quantised form, which is loaded but never replaced."""
+    plain = plain_model(model)
+    has_integers = any(not p.is_floating_point() for p in plain.parameters())
+    return has_integers or getattr(plain.config, "quantization_config", None) is not None
+
+
+def weight_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """The base weights' types by the names of the model's own modules."""
+    units = _plain_units(model, merged=False)
+    return {name: tensor.dtype for unit in units for name, tensor in unit.meta.items()}
+
+
 def named_weights(model: torch.nn.Module, *, merged: bool = True) -> NamedTensors:
     """The learner's weights as its checkpoint names them, adapters merged or left out.
 
@@ -99,7 +112,7 @@ def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.
 
 def _plain_units(model: torch.nn.Module, *, merged: bool = True) -> list[WeightUnit]:
     plain = plain_model(model)
-    if getattr(plain.config, "quantization_config", None) is not None:
+    if is_quantised(plain):
         raise WeightSyncError(
             "The learner's base weights are quantised, and an engine's can't be replaced by such. "
             "Build the engine from the checkpoint's path and train a LoRA adapter, which is then "
