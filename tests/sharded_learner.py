@@ -1,7 +1,7 @@
 """One of two gloo processes with an FSDP2 learner; `test_sharded.py` starts both.
 
-`python sharded_learner.py RANK DIRECTORY ENGINES`: for each engine, and a learner trained whole or by
-LoRA, trains a step, syncs, samples on this rank alone and writes what it found to
+`python sharded_learner.py RANK DIRECTORY ENGINES`: for each engine, and a learner trained whole or
+by LoRA, trains a step, syncs, samples on this rank alone and writes what it found to
 `DIRECTORY/RANK.json`. A plain copy of the model is trained by the same step beside it.
 """
 

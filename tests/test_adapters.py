@@ -68,7 +68,7 @@ def test_d07_d09_merged_weights_are_the_learners_under_plain_names(kind, wrap):
     assert list(weight_shapes(wrap(model))) == list(weights)
     expected = model.eval()(IDS).logits
     merged = plain_with(weights, model)(IDS).logits
-    torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=0)
     base = plain_with(dict(named_weights(learner())), learner())(IDS).logits
     assert (base - expected).abs().max() > 1e-4  # the adapter does something
 
@@ -147,12 +147,12 @@ def test_other_adapters_that_change_weights_are_merged_by_pefts_own_layers():
     model = get_peft_model(learner(), config)
     merged = plain_with({k: v.clone() for k, v in named_weights(model)}, model)(IDS).logits
     torch.testing.assert_close(merged, model.eval()(IDS).logits, atol=1e-6, rtol=0)
-    assert "LoHa" in why_not_alone(model) or "Linear" in why_not_alone(model)
+    assert "which is no LoRA" in why_not_alone(model)
 
 
 def test_adapters_that_change_no_weights_are_refused():
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
-    with pytest.raises(WeightSyncError, match="PROMPT_TUNING.*Use LoRA"):
+    with pytest.raises(WeightSyncError, match=r"PROMPT_TUNING.*Use LoRA"):
         named_weights(get_peft_model(learner(), config))
 
 

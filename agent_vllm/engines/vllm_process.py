@@ -386,7 +386,7 @@ def _loads_noted(model: Any) -> Iterator[set[str]]:
     try:
         yield names
     finally:
-        del model.load_weights
+        model.load_weights = load
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:
