@@ -7,7 +7,7 @@ import gc
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource, evaluating
 from agent_vllm.engines.vllm_adapter import LoadedAdapter, lora_args
+from agent_vllm.engines.vllm_loading import load_into, on_cpu
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
@@ -26,12 +27,6 @@ from agent_vllm.types import Completion
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
 _CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about a second a GiB
 _CPU_MAX_BATCHED_TOKENS = 8192
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,7 @@ class VLLMOptions:
     further: dict[str, Any]
 
     def engine_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        device = self._cpu_args(config) if _on_cpu() else self._cuda_args()
+        device = self._cpu_args(config) if on_cpu() else self._cuda_args()
         if self.lora_rank is not None:
             device |= lora_args(self.lora_rank)
         return {
@@ -122,7 +117,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         from vllm import EngineArgs, LLMEngine
 
         _prepare_architecture(source.config.architectures)
-        if _on_cpu():
+        if on_cpu():
             _skip_rank_compilation()
         path, load_format = source.path, "auto"
         if path is None:
@@ -175,7 +170,7 @@ class VLLMStepper:
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
-        if _on_cpu():
+        if on_cpu():
             _draw_seeded_noise_alone(self._llm)
         self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
         self._is_asleep = False
@@ -273,19 +268,7 @@ class VLLMStepper:
             self._is_asleep = False
 
     def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's layer-wise reload also repacks weights; here every one is accounted for."""
-        model = self._llm.model_executor.driver_worker.model_runner.get_model()
-        names = {_loader_name(name) for name, _ in model.named_parameters()}
-        with _loads_noted(model) as loaded:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if _on_cpu():
-            _repack_experts(model)
-        missing = sorted(names - loaded)
-        if missing:
-            raise WeightSyncError(
-                f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
-                "this model has other names; use the torch engine."
-            )
+        load_into(self._llm, weights)
 
     def _drop_caches(self) -> None:
         self._llm.reset_mm_cache()
@@ -356,37 +339,6 @@ class _ProcessGroups:
 
 
 _process_groups = _ProcessGroups()
-
-
-def _repack_experts(model: Any) -> None:
-    """On CPU vLLM packs experts when it builds their kernel, and not again when it reloads them."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)
-
-
-def _loader_name(name: str) -> str:
-    """A parameter as vLLM's loaders call it: LoRA's and the experts' wrappers are left out."""
-    return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
-
-
-@contextmanager
-def _loads_noted(model: Any) -> Iterator[set[str]]:
-    """The names of the parameters that the model's own loader says it has loaded."""
-    names: set[str] = set()
-    load = model.load_weights
-
-    def load_weights(weights: Any) -> Any:
-        loaded = load(weights)
-        names.update(loaded)
-        return loaded
-
-    model.load_weights = load_weights
-    try:
-        yield names
-    finally:
-        model.load_weights = load
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:

@@ -9,6 +9,7 @@ Where the learner is sharded, reading values is a collective call: every rank it
 order. Names and shapes never are.
 """
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 
@@ -79,8 +80,7 @@ def module_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 def join_gathers(model: torch.nn.Module) -> None:
     """Take part in the gathering of `named_weights` on a rank whose engine needs no values."""
     if is_sharded(model):
-        for _ in named_weights(model):
-            pass
+        deque(named_weights(model), maxlen=0)  # keeps none
 
 
 def weight_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
