@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
+from agent_vllm.engines.adapters import runs_as_reference
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
@@ -274,7 +275,8 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        scores_old_policy = model is self.model and not compute_entropy
+        is_reference = runs_as_reference(self.model)  # with PEFT it is the learner itself
+        scores_old_policy = model is self.model and not compute_entropy and not is_reference
         if scores_old_policy and self.args.old_logprobs == "sampler":
             return None, None, None  # the engine has them: no forward pass
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
