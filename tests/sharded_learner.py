@@ -1,7 +1,7 @@
 """One of two gloo processes with an FSDP2 learner; `test_sharded.py` starts both.
 
-`python sharded_learner.py RANK DIRECTORY ENGINES`: for each engine, and a learner trained whole or by
-LoRA, trains a step, syncs, samples on this rank alone and writes what it found to
+`python sharded_learner.py RANK DIRECTORY ENGINES`: for each engine, and a learner trained whole or
+by LoRA, trains a step, syncs, samples on this rank alone and writes what it found to
 `DIRECTORY/RANK.json`. A plain copy of the model is trained by the same step beside it.
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import copy
 import json
 import sys
+import weakref
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -70,17 +71,25 @@ def gap(engine, model, prompt):
 
 
 class Gathers:
-    """Notes the size of every tensor that is gathered."""
+    """Counts what is gathered, and the most bytes of it that were alive at one time."""
 
     def __enter__(self):
-        self.num_elements, self._full_tensor = [], DTensor.full_tensor
+        self.number, self.live, self.peak = 0, 0, 0
+        self._full_tensor = DTensor.full_tensor
 
         def full_tensor(tensor, **kwargs):
-            self.num_elements.append(tensor.numel())
-            return self._full_tensor(tensor, **kwargs)
+            whole = self._full_tensor(tensor, **kwargs)
+            self.number += 1
+            self._change(whole.nbytes)
+            weakref.finalize(whole, self._change, -whole.nbytes)
+            return whole
 
         DTensor.full_tensor = full_tensor
         return self
+
+    def _change(self, num_bytes):
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
 
     def __exit__(self, *_):
         DTensor.full_tensor = self._full_tensor
@@ -99,7 +108,7 @@ def report(rank, engine_name, is_adapted):
             model(input_ids=IDS)  # leaves the root unsharded
         with Gathers() as gathers:
             names = weight_shapes(model)
-        found["num_gathered_for_shapes"] = len(gathers.num_elements)
+        found["num_gathered_for_shapes"] = gathers.number
         found["same_names"] = list(names.items()) == list(weight_shapes(plain).items())
         engine.update_policy(model)
         if rank == 0:  # a rollout on one rank alone: nobody else takes part
@@ -113,6 +122,10 @@ def report(rank, engine_name, is_adapted):
         (ours - theirs).abs().max().item()
         for (_, ours), (_, theirs) in zip(named_weights(model), named_weights(plain), strict=True)
     )
+    with Gathers() as gathers:
+        join_gathers(model)  # a reader that keeps nothing
+    found["peak_bytes"] = gathers.peak
+    found["largest_bytes"] = max(tensor.nbytes for _, tensor in named_weights(plain))
     found["stops_early"] = stops_early(rank, model)
     return found
 

@@ -60,7 +60,8 @@ def config(**changes):
 
 @pytest.fixture
 def make_trainer(agent, tmp_path, request):
-    """Builds trainers on the small agent; `engine` is "torch", "vllm" (the shared one) or one."""
+    """Builds trainers on the small agent; `engine` is "torch", "vllm" (the shared one),
+    "own vllm" or one."""
     model, tokenizer = agent
     trainers = []
 
@@ -68,6 +69,8 @@ def make_trainer(agent, tmp_path, request):
         settings = {name: changes.pop(name) for name in list(changes) if hasattr_config(name)}
         if engine == "vllm":
             engine = request.getfixturevalue("vllm_engine")
+        elif engine == "own vllm":
+            engine = "vllm"
         arguments = {
             "model": model,
             "reward_funcs": [correct_reward, format_reward],

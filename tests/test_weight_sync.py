@@ -1,14 +1,39 @@
-"""Names and shapes of a learner's weights, whatever it is wrapped in."""
+"""A learner's weights by their plain names, whatever it is wrapped in, sharded by or packed as."""
+
+import sys
+import types
+from contextlib import closing
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
+from agent_vllm import TorchRolloutEngine
+from agent_vllm.engines import weight_sync
+from agent_vllm.engines.checkpoint_names import checkpoint_units
+from agent_vllm.engines.models import model_source
+from agent_vllm.engines.sharding import is_sharded
+from agent_vllm.engines.weight_sync import (
+    check_weights,
+    join_gathers,
+    named_weights,
+    weight_shapes,
+)
 from agent_vllm.errors import WeightSyncError
 
 
 def learner(tied=True):
+    torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=32,
@@ -45,6 +70,23 @@ def test_d22_wrappers_in_any_order_leave_plain_names():
     assert list(weight_shapes(Wrapper(model))) == plain
     assert list(weight_shapes(torch.compile(model))) == plain
     assert list(weight_shapes(Wrapper(torch.compile(Wrapper(model))))) == plain
+    model.model.layers[0] = checkpoint_wrapper(Wrapper(checkpoint_wrapper(model.model.layers[0])))
+    assert list(weight_shapes(Wrapper(torch.compile(model)))) == plain
+
+
+def test_a_child_called_module_is_no_wrapper_where_it_has_siblings():
+    parent = torch.nn.Module()
+    parent.module, parent.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    parent.config = learner().config
+    names = ["module.weight", "module.bias", "other.weight", "other.bias"]
+    assert list(weight_shapes(parent)) == names
+
+
+def test_fsdp1_is_refused_with_what_to_use():
+    flat = torch.nn.Module()
+    flat._fsdp_wrapped_module = learner()
+    with pytest.raises(WeightSyncError, match="fsdp_version: 2"):
+        named_weights(flat)
 
 
 def test_the_tensors_are_the_learners_own_without_gradients():
@@ -65,3 +107,167 @@ def test_d15_missing_unknown_and_misshapen_tensors_are_named():
     assert "Missing: ['model.norm.weight']" in message
     assert "Unknown: ['extra']" in message
     assert "lm_head.weight: [3, 16] instead of [32, 16]" in message
+
+
+# ---- DeepSpeed ZeRO-3, by a stand-in ----
+
+
+class GatheredParameters:
+    """As DeepSpeed's: whole inside, and an empty tensor of another storage after it."""
+
+    log: list[tuple[str, int]] = []  # noqa: RUF012 - what was gathered, over all instances
+
+    def __init__(self, parameters):
+        (self.parameter,) = parameters
+
+    def __enter__(self):
+        self.log.append(("gather", self.parameter.ds_id))
+        self.parameter.data = self.parameter.shards.clone()
+
+    def __exit__(self, *_):
+        self.log.append(("free", self.parameter.ds_id))
+        self.parameter.data = torch.empty(0)
+
+
+@pytest.fixture
+def zero3(monkeypatch):
+    """A learner whose parameters are partitioned as by ZeRO-3, and the same one whole."""
+    deepspeed = types.ModuleType("deepspeed")
+    deepspeed.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    monkeypatch.setattr(GatheredParameters, "log", [])
+    model, whole = learner(), learner()
+    model.load_state_dict(whole.state_dict())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id, parameter.ds_shape = number, parameter.shape
+        parameter.shards, parameter.data = parameter.data, torch.empty(0)
+    return model, whole
+
+
+def test_d22_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
+    model, whole = zero3
+    assert is_sharded(model) and not is_sharded(whole)
+    assert list(weight_shapes(Wrapper(model)).items()) == list(weight_shapes(whole).items())
+    assert GatheredParameters.log == []  # names and shapes cost no collective call
+    got = dict(named_weights(Wrapper(model)))  # each is kept past the next one's gathering
+    expected = dict(named_weights(whole))
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    order = [event for event, _ in GatheredParameters.log]
+    assert order == ["gather", "free"] * len(expected)  # the tied head twice
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+
+
+def test_an_iterator_that_is_closed_early_gathers_the_rest(zero3):
+    """Other ranks gather to the end; who fails must go on with them."""
+    model, _ = zero3
+    join_gathers(model)
+    whole = list(GatheredParameters.log)
+    GatheredParameters.log.clear()
+    with closing(named_weights(model)) as weights:
+        next(weights)
+    assert GatheredParameters.log == whole
+
+
+def test_the_torch_engine_copies_a_sharded_learner_and_gathers_in_no_rollout(zero3, tokenizer):
+    model, whole = zero3
+    random_state = torch.get_rng_state()
+    with TorchRolloutEngine(model, tokenizer) as engine:
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert engine.num_synced_bytes > 0
+        GatheredParameters.log.clear()
+        ids = torch.tensor([[5, 6, 7]])
+        sampled = engine.rollout(ids, torch.ones_like(ids), 2, 6)
+        assert GatheredParameters.log == []
+        with torch.no_grad():
+            model.model.norm.weight.shards.mul_(3)
+            whole.model.norm.weight.mul_(3)
+        engine.update_policy(model)
+        moved = engine.rollout(ids, torch.ones_like(ids), 2, 6, temperature=0)
+    with TorchRolloutEngine(whole, tokenizer) as reference:
+        assert reference.num_synced_bytes == 0  # shared
+        expected = reference.rollout(ids, torch.ones_like(ids), 2, 6, temperature=0)
+    assert torch.equal(moved.completion_ids, expected.completion_ids)
+    assert torch.equal(moved.per_token_logps, expected.per_token_logps)
+    assert sampled.completion_ids.shape[0] == 2
+
+
+# ---- as the checkpoint has them ----
+
+
+def packed_model(**changes):
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{
+                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
+                "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 8, "max_position_embeddings": 256, **changes,
+            }
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_d14_packed_experts_come_one_by_one_as_in_the_checkpoint(tied, tmp_path):
+    model = packed_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    weights = dict(named_weights(model))
+    assert weights.keys() - saved.keys() == ({"lm_head.weight"} if tied else set())
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert weight_shapes(model) == {name: tensor.shape for name, tensor in weights.items()}
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in weights
+
+
+def test_d14_a_packed_learner_is_read_one_packed_tensor_at_a_time():
+    """The largest read is one of the learner's own tensors, never the model."""
+    model = packed_model()
+    units = checkpoint_units(model, weight_sync._plain_units(model))
+    reads = [sum(t.numel() for t in unit.meta.values()) for unit in units]
+    assert max(reads) == max(p.numel() for p in model.parameters())
+
+
+def test_d13_the_text_part_of_a_vision_model_does_not_pass_for_the_whole():
+    """Its weights have other names; the engine says so before a rollout."""
+    text = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=Gemma3TextConfig(**text).to_dict(), vision_config=vision)
+    both = Gemma3ForConditionalGeneration(config)
+    names = weight_shapes(both)
+    assert any(name.startswith("language_model.model.layers.0") for name in names), list(names)[:3]
+    inner = {name: s for name, s in names.items() if not name.startswith("language_model.")}
+    with pytest.raises(WeightSyncError, match=r"Missing: .*language_model\.model"):
+        check_weights(names, inner)
+
+
+# ---- what has no plain weights ----
+
+
+@pytest.mark.parametrize("kind", ["config", "integers"])
+def test_d20_a_quantised_base_is_refused_with_what_works(kind):
+    model = learner()
+    if kind == "config":
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    else:
+        packed = torch.zeros(4, dtype=torch.uint8)
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    for read in (named_weights, weight_shapes):
+        with pytest.raises(WeightSyncError, match=r"quantised.*LoRA adapter"):
+            read(model)
+
+
+def test_c07_the_engines_type_is_that_of_most_weights_and_the_heads_is_known(tokenizer):
+    """TRL casts the head alone, and with it a tied embedding, which comes first."""
+    model = learner(tied=True).bfloat16()
+    model.lm_head.float()
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    source = model_source(model, tokenizer)
+    assert (source.dtype, source.head_dtype) == (torch.bfloat16, torch.float32)

@@ -6,10 +6,10 @@ Invariant: what is not supported raises with a reason and a remedy; nothing is s
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
+from agent_vllm.engines.vllm_process import check_sleep_mode
 from trl_integration.config import AgentGRPOConfig
 
 
@@ -27,11 +27,13 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
         )
     if kwargs.get("rollout_func") is not None:
         raise ValueError("`rollout_func` is refused: the rollout engine makes the rollouts.")
-    if kwargs.get("peft_config") is not None or is_peft_model(model):
-        raise ValueError(
-            "PEFT models are not supported yet: the engine takes whole weights. Train without "
-            "`peft_config`."
-        )
+    if args.vllm_enable_sleep_mode:
+        if rollout_engine != "vllm":
+            raise ValueError(
+                "`vllm_enable_sleep_mode=True` is for the vLLM engine that the trainer builds, got "
+                f'rollout_engine={rollout_engine!r}. Leave it out, or use rollout_engine="vllm".'
+            )
+        check_sleep_mode()
     if args.use_vllm:
         raise ValueError(
             "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
@@ -91,6 +93,12 @@ def check_setup(trainer: Any) -> None:
     """What is known only once TRL has set itself up."""
     if trainer._is_vlm:
         raise ValueError("Vision-language models are not supported: rollouts are text only.")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # absent without FSDP
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise ValueError(
+            "FSDP1 is not supported: it holds a layer's weights as one flat tensor, which can't be "
+            "gathered one by one. Set `fsdp_version: 2` in accelerate's config."
+        )
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:
         trainer.accelerator.print(

@@ -60,19 +60,29 @@ class EngineLife:
         self._verdict: str | None = None  # why the engine counts as dead, whatever it says
         self._num_rebuilds_in_a_row = 0
         self.num_rebuilds = 0
+        self._is_asleep = False
         self.sync_seconds = 0.0
         self.engine = self._build(engine) if isinstance(engine, str) else engine
 
     def sync(self) -> dict[str, float]:
         """Give the engine the learner's current weights; returns metrics.
 
+        An engine that sleeps is left asleep and gets them when it is needed: they would take the
+        memory that the learner is using.
+
         Raises:
             EngineDeadError: the engine is dead.
         """
+        if self._is_asleep:
+            self.engine.policy_version += 1
+            return {}
+        return self._load()
+
+    def _load(self) -> dict[str, float]:
         self._is_current = False
         start_s = time.perf_counter()
         self.engine.update_policy(self._learner())
-        self._is_current = True
+        self._is_current, self._is_asleep = True, False
         seconds = time.perf_counter() - start_s
         self.sync_seconds += seconds
         num_bytes = self.engine.num_synced_bytes
@@ -100,8 +110,14 @@ class EngineLife:
             self._replace()
         if not self._is_current:
             with contextlib.suppress(EngineDeadError):  # so the rollout will be lost
-                return self.sync()
+                return self._load()
         return {}
+
+    def rollout_done(self) -> None:
+        """Before the learner's forward pass: a sleeping engine's memory is the learner's."""
+        if self._args.vllm_enable_sleep_mode and self._death is None:
+            self.engine.sleep()
+            self._is_current, self._is_asleep = False, True
 
     def is_lost(self, trajectories: Sequence[Trajectory]) -> bool:
         """After a rollout: whether the engines failed every trajectory of all processes.
@@ -177,7 +193,7 @@ class EngineLife:
             return f"{type(error).__name__}: {error}"
         self.engine.policy_version = version
         self._verdict = None
-        self._is_current = True
+        self._is_current, self._is_asleep = True, False
         return None
 
     def _stop(self, *reasons: str) -> NoReturn:
@@ -196,6 +212,7 @@ class EngineLife:
             options["max_model_len"] = self._args.vllm_max_model_length
         if name == "vllm":
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
+            options["sleep_mode"] = self._args.vllm_enable_sleep_mode
         options |= self._args.rollout_engine_kwargs or {}
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
 

@@ -20,6 +20,7 @@ from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
+from agent_vllm.engines.adapters import runs_as_reference
 from agent_vllm.environments import Factory
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
@@ -77,7 +78,7 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, and all others of [`~trl.GRPOTrainer`]:
-            As there. Prompts must be conversational. `rollout_func` and `peft_config` are refused.
+            As there. Prompts must be conversational. `rollout_func` is refused.
         args ([`AgentGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         tools (`list` or `Callable`, *optional*):
@@ -279,6 +280,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         self.trajectories = self._rollout(prompts)
         if self.engine_life.is_lost(self.trajectories):
             self._give_up_rollout()
+        self.engine_life.rollout_done()
         self.trajectories, scores = self._environments.score(self.trajectories)
         self.environments = self._environments.instances  # for reward functions
         self._gap.expect(self._mode, self.rollout_engine.policy_version)
@@ -346,7 +348,8 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        scores_old_policy = model is self.model and not compute_entropy
+        is_reference = runs_as_reference(self.model)  # with PEFT it is the learner itself
+        scores_old_policy = model is self.model and not compute_entropy and not is_reference
         if scores_old_policy and self.args.old_logprobs == "sampler":
             return None, None, None  # the engine has them: no forward pass
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(

@@ -83,6 +83,12 @@ def _in_use(wrapper: Any) -> torch.nn.Module:
     return wrapper.modules_to_save[active[0]]
 
 
+def runs_as_reference(model: torch.nn.Module) -> bool:
+    """Whether the trained adapter is switched off for TRL's reference model, or its copy on."""
+    layers = [layer for _, layer in _adapted_modules(base_model(model))]
+    return any(layer.disable_adapters or layer.active_adapters == ["ref"] for layer in layers)
+
+
 def is_tied(model: Any) -> bool:
     """Whether the model's head is its embedding, as it stands with its adapters."""
     plain: Any = base_model(model)

@@ -143,6 +143,14 @@ class RolloutEngine(ABC):
         """Counters for metrics; None where the engine keeps none."""
         return None
 
+    def sleep(self) -> None:
+        """Give memory back until the next update.
+
+        Raises:
+            EngineError: this engine has none to give.
+        """
+        raise EngineError(f"A {type(self).__name__} can't sleep.")
+
     def close(self) -> None:  # noqa: B027 - there may be nothing to free
         """Free what the engine holds. Closing twice is fine, and so is closing a dead engine."""
 

@@ -1,5 +1,6 @@
 """What engines need of a model besides its weights: its sizes, its end tokens, its modes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from transformers import (
 
 from agent_vllm.engines.adapters import is_tied
 from agent_vllm.engines.sharding import on_meta, plain_class
-from agent_vllm.engines.weight_sync import plain_model, weight_shapes
+from agent_vllm.engines.weight_sync import (
+    is_quantised,
+    plain_model,
+    weight_dtypes,
+    weight_shapes,
+)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -70,11 +76,6 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return cast(int, tokenizer.eos_token_id if pad_id is None else pad_id)
 
 
-def is_quantised(model: PreTrainedModel) -> bool:
-    """Whether the model's weights are in a quantised form."""
-    return getattr(model.config, "quantization_config", None) is not None
-
-
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode without gradients; afterwards every module is in the mode it was in."""
@@ -95,7 +96,8 @@ class ModelSource:
     path: str | None  # None: from the config alone, weights follow
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    dtype: torch.dtype
+    dtype: torch.dtype  # of most weights
+    head_dtype: torch.dtype
     vocab_size: int
     eos_token_ids: list[int]
     shapes: dict[str, torch.Size]
@@ -117,7 +119,8 @@ def model_source(
             path=None,
             config=own_config(plain),
             tokenizer=tokenizer,
-            dtype=plain.dtype,
+            dtype=_common_dtype(plain),
+            head_dtype=_head_dtype(plain),
             vocab_size=vocabulary_size(plain),
             eos_token_ids=end_token_ids(plain, tokenizer),
             shapes=weight_shapes(plain),
@@ -135,10 +138,22 @@ def model_source(
         config=config,
         tokenizer=tokenizer,
         dtype=skeleton.dtype,
+        head_dtype=skeleton.dtype,
         vocab_size=vocabulary_size(skeleton),
         eos_token_ids=merge_end_token_ids(tokenizer.eos_token_id, generation_eos),
-        shapes=weight_shapes(skeleton),
+        shapes={} if is_quantised(skeleton) else weight_shapes(skeleton),
     )
+
+
+def _common_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Of most weights: a head, norms or adapters may be kept in a finer type."""
+    floats = [dtype for dtype in weight_dtypes(model).values() if dtype.is_floating_point]
+    return Counter(floats).most_common(1)[0][0]
+
+
+def _head_dtype(model: PreTrainedModel) -> torch.dtype:
+    head: Any = model.get_output_embeddings() or model.get_input_embeddings()
+    return head.weight.dtype
 
 
 def own_config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.engines.adapters import adapter_alone, adapter_rank, has_adapters, why_not_alone
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
-from agent_vllm.engines.models import context_length, is_quantised, model_source
+from agent_vllm.engines.models import ModelSource, context_length, model_source
 from agent_vllm.engines.self_check import check_against_learner
 from agent_vllm.engines.sharding import is_sharded
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper, check_sleep_mode
 from agent_vllm.engines.weight_sync import (
     check_weights,
+    is_quantised,
     named_weights,
     plain_model,
     weight_shapes,
@@ -64,6 +65,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     Raises:
         EngineUnavailableError: vLLM is not installed.
+        ValueError: the learner's head is float32 and the engine's would not be.
         UnsupportedModelError: vLLM has no implementation of the architecture.
     """
 
@@ -100,6 +102,7 @@ class VLLMRolloutEngine(RolloutEngine):
         )
         self._shapes = source.shapes
         self._dtype = dtype or source.dtype
+        _check_head(source, self._dtype, engine_args or {})
         self._is_checked = False
         self._adapter_sync = adapter_sync
         self._base: weakref.ref | None = None  # whose weights, without adapters, the engine holds
@@ -191,6 +194,19 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def close(self) -> None:
         self._driver.close(self._stepper.shutdown)
+
+
+def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, Any]) -> None:
+    """A head that only the learner keeps in float32 would be rounded on the way."""
+    told = "head_dtype" in (engine_args.get("hf_overrides") or {})
+    if source.head_dtype == torch.float32 != dtype and not told:
+        raise ValueError(
+            f"The learner's head is float32 and the engine would be {dtype}: their logprobs would "
+            "differ. Keep both the same: leave the head as it is (`cast_lm_head_to_fp32=False`), "
+            "or give the engine `dtype=torch.float32`, or on a GPU "
+            '`engine_args={"hf_overrides": {"head_dtype": "float32"}}`, which computes in float32 '
+            "with a rounded head."
+        )
 
 
 def _lora_rank(model: PreTrainedModel | str | Path, adapter_sync: AdapterSync) -> int | None:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,13 @@ from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource
 from agent_vllm.engines.vllm_adapter import LoadedAdapter, lora_args
+from agent_vllm.engines.vllm_loading import load_into, on_cpu
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
 
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
 _CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about a second a GiB
 _CPU_MAX_BATCHED_TOKENS = 8192
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +118,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         from vllm import EngineArgs, LLMEngine
 
         _prepare_architecture(source.config.architectures)
-        if _on_cpu():
+        if on_cpu():
             skip_rank_compilation()
         path, load_format = source.path, "auto"
         if path is None:
@@ -134,7 +129,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
             EngineArgs(
                 model=path,
                 load_format=load_format,
-                **options.engine_args(source.config, on_cpu=_on_cpu()),
+                **options.engine_args(source.config, on_cpu=on_cpu()),
             )
         )
 
@@ -184,7 +179,7 @@ class VLLMStepper:
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
-        if _on_cpu():
+        if on_cpu():
             _draw_seeded_noise_alone(self._llm)
         self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
         self._is_asleep = False
@@ -281,17 +276,7 @@ class VLLMStepper:
             self._is_asleep = False
 
     def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's layer-wise reload also repacks weights; here every one is accounted for."""
-        model = self._llm.model_executor.driver_worker.model_runner.get_model()
-        names = {_loader_name(name) for name, _ in model.named_parameters()}
-        with _loads_noted(model) as loaded:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        missing = sorted(names - loaded)
-        if missing:
-            raise WeightSyncError(
-                f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
-                "this model has other names; use the torch engine."
-            )
+        load_into(self._llm, weights)
 
     def _drop_caches(self) -> None:
         self._llm.reset_mm_cache()
@@ -327,29 +312,6 @@ class VLLMStepper:
             gc.collect()
             torch.cuda.empty_cache()
         process_groups.release(self)
-
-
-def _loader_name(name: str) -> str:
-    """A parameter as vLLM's loaders call it: LoRA's and the experts' wrappers are left out."""
-    return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
-
-
-@contextmanager
-def _loads_noted(model: Any) -> Iterator[set[str]]:
-    """The names of the parameters that the model's own loader says it has loaded."""
-    names: set[str] = set()
-    load = model.load_weights
-
-    def load_weights(weights: Any) -> Any:
-        loaded = load(weights)
-        names.update(loaded)
-        return loaded
-
-    model.load_weights = load_weights
-    try:
-        yield names
-    finally:
-        del model.load_weights
 
 
 def _completion_of(output: Any, request: GenerationRequest, policy_version: int) -> Outcome:

@@ -9,6 +9,7 @@ Where the learner is sharded, reading values is a collective call: every rank it
 order. Names and shapes never are.
 """
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 
@@ -33,6 +34,19 @@ NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
 def plain_model(model: torch.nn.Module) -> PreTrainedModel:
     """The model inside of all wrappers: whose config and class an engine is built from."""
     return base_model(model)  # type: ignore[return-value]
+
+
+def is_quantised(model: torch.nn.Module) -> bool:
+    """Whether the base weights are in a quantised form, which is loaded but never replaced."""
+    plain = plain_model(model)
+    has_integers = any(not p.is_floating_point() for p in plain.parameters())
+    return has_integers or getattr(plain.config, "quantization_config", None) is not None
+
+
+def weight_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """The base weights' types by the names of the model's own modules."""
+    units = _plain_units(model, merged=False)
+    return {name: tensor.dtype for unit in units for name, tensor in unit.meta.items()}
 
 
 def named_weights(model: torch.nn.Module, *, merged: bool = True) -> NamedTensors:
@@ -66,8 +80,7 @@ def module_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 def join_gathers(model: torch.nn.Module) -> None:
     """Take part in the gathering of `named_weights` on a rank whose engine needs no values."""
     if is_sharded(model):
-        for _ in named_weights(model):
-            pass
+        deque(named_weights(model), maxlen=0)  # keeps none
 
 
 def weight_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
@@ -99,7 +112,7 @@ def check_weights(expected: Mapping[str, torch.Size], given: Mapping[str, torch.
 
 def _plain_units(model: torch.nn.Module, *, merged: bool = True) -> list[WeightUnit]:
     plain = plain_model(model)
-    if getattr(plain.config, "quantization_config", None) is not None:
+    if is_quantised(plain):
         raise WeightSyncError(
             "The learner's base weights are quantised, and an engine's can't be replaced by such. "
             "Build the engine from the checkpoint's path and train a LoRA adapter, which is then "

@@ -1,0 +1,70 @@
+"""Weights into a vLLM engine of this process, every one accounted for.
+
+Owns what vLLM's reload leaves to its caller: it only logs what was not loaded, and on CPU it leaves
+experts unpacked. Invariant: each parameter of vLLM's model has been loaded, or it raises.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from agent_vllm.errors import WeightSyncError
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load by vLLM's layer-wise reload, which also repacks weights.
+
+    Raises:
+        WeightSyncError: names the parameters that got no weights.
+    """
+    model = llm.model_executor.driver_worker.model_runner.get_model()
+    names = {_loader_name(name) for name, _ in model.named_parameters()}
+    with _loads_noted(model) as loaded:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if on_cpu():
+        _repack_experts(model)
+    missing = sorted(names - loaded)
+    if missing:
+        raise WeightSyncError(
+            f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
+            "this model has other names; use the torch engine."
+        )
+
+
+@contextmanager
+def _loads_noted(model: Any) -> Iterator[set[str]]:
+    """The names of the parameters that the model's own loader says it has loaded."""
+    names: set[str] = set()
+    load = model.load_weights
+
+    def load_weights(weights: Any) -> Any:
+        loaded = load(weights)
+        names.update(loaded)
+        return loaded
+
+    model.load_weights = load_weights
+    try:
+        yield names
+    finally:
+        model.load_weights = load
+
+
+def _loader_name(name: str) -> str:
+    """A parameter as vLLM's loaders call it: LoRA's and the experts' wrappers are left out."""
+    return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
+
+
+def _repack_experts(model: Any) -> None:
+    """vLLM packs experts when it builds their kernel, and not again when it reloads them."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,0 +1,145 @@
+"""Sleep and wake around the learner's step: the order of calls, on a stand-in that minds it."""
+
+import asyncio
+import types
+
+import pytest
+import torch
+from test_weight_sync import learner
+from vllm_stand_in import StandIn
+
+from agent_vllm import VLLMRolloutEngine
+from agent_vllm.engines import vllm_engine, vllm_loading, vllm_process
+from agent_vllm.errors import EngineBusyError, EngineError
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def sleeper(tokenizer, monkeypatch):
+    """An engine over the stand-in, with its learner."""
+    monkeypatch.setattr(vllm_engine, "check_sleep_mode", lambda: None)
+    for module in (vllm_process, vllm_loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(vllm_process, "_build", lambda source, options: StandIn())
+    monkeypatch.setattr(VLLMRolloutEngine, "_check_against", lambda self, model: None)
+    model = learner()
+    with VLLMRolloutEngine(model, tokenizer, sleep_mode=True) as engine:
+        llm = engine._stepper._llm
+        llm.calls.clear()
+        yield engine, model, llm
+
+
+def sample(engine):
+    return asyncio.run(engine.generate([5, 6], max_new_tokens=1, seed=0))
+
+
+RELOAD = ["load", "reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"]
+
+
+def test_d04_d06_d03_waking_up_has_one_safe_order(sleeper):
+    engine, model, llm = sleeper
+    sample(engine)
+    engine.sleep()
+    engine.update_policy(model)
+    sample(engine)
+    assert llm.calls == [
+        "generate", "sleep 2", "wake weights", *RELOAD, "wake kv_cache", "generate",
+    ]  # fmt: skip
+
+
+def test_a_sleeping_engine_samples_nothing_and_says_how_to_wake_it(sleeper):
+    engine, model, llm = sleeper
+    engine.sleep()
+    with pytest.raises(EngineError, match=r"asleep.*learner's weights"):
+        sample(engine)
+    assert "generate" not in llm.calls
+    engine.update_policy(model)
+    assert sample(engine).token_ids == [7]
+
+
+def test_an_engine_with_requests_in_flight_is_not_put_to_sleep(sleeper):
+    engine, _, llm = sleeper
+
+    async def in_flight():
+        task = asyncio.create_task(engine.generate([5], max_new_tokens=1, seed=0))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError):
+            engine.sleep()
+        await task
+
+    asyncio.run(in_flight())
+    assert "sleep 2" not in llm.calls
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (["sleep", "load"], "asleep"),
+        (["sleep", "wake kv", "load"], "asleep"),
+        (["sleep", "wake all", "generate"], "lost"),
+        (["sleep", "wake weights", "load", "generate"], "asleep"),
+        (["load", "generate"], "old weights"),
+    ],
+)
+def test_d04_d06_the_stand_in_notices_a_wrong_order(calls, message):
+    llm = StandIn()
+    do = {
+        "sleep": lambda: llm.sleep(level=2),
+        "wake weights": lambda: llm.wake_up(tags=["weights"]),
+        "wake kv": lambda: llm.wake_up(tags=["kv_cache"]),
+        "wake all": lambda: llm.wake_up(),
+        "load": lambda: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(())}),
+        "generate": llm.step,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        for call in calls:
+            do[call]()
+
+
+def test_the_trainer_lets_the_engine_sleep_between_rollouts(sleeper):
+    """After a rollout it sleeps; an optimizer step only counts; the next rollout wakes it."""
+    from trl_integration.engine_life import EngineLife
+
+    engine, model, llm = sleeper
+    life = EngineLife(
+        engine,
+        args=types.SimpleNamespace(vllm_enable_sleep_mode=True),
+        accelerator=None,
+        tokenizer=engine.tokenizer,
+        learner=lambda: model,
+    )
+    life.ensure_current()
+    sample(engine)
+    version = engine.policy_version
+    life.rollout_done()
+    life.sync()  # an optimizer step
+    assert engine.policy_version == version + 1  # what was sampled is one step old
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    life.sync()
+    assert llm.calls[-1] == "sleep 2"
+    assert life.ensure_current()["rollout/sync_bytes"] > 0
+    assert torch.equal(llm.weights["model.norm.weight"], model.model.norm.weight)
+    assert sample(engine).policy_version == engine.policy_version == version + 3
+
+
+def test_on_a_cpu_sleep_is_refused_before_anything_is_built(agent):
+    with pytest.raises(ValueError, match="sleep mode is not supported on this platform"):
+        VLLMRolloutEngine(*agent, sleep_mode=True)
+
+
+@pytest.mark.gpu
+def test_sleep_gives_gpu_memory_back_and_waking_is_exact(agent):
+    """Needs a GPU: memory falls while asleep, and the learner's weights are there afterwards."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    from test_adapter_sync import gap
+
+    model, tokenizer = agent
+    with VLLMRolloutEngine(model.cuda(), tokenizer, sleep_mode=True) as engine:
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        assert torch.cuda.mem_get_info()[0] > awake
+        engine.update_policy(model)
+        assert gap(engine, model) <= 1e-3
