@@ -478,7 +478,9 @@ def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
 def test_c19_preempted_requests_come_back_whole(agent, monkeypatch):
     """A cache of 12 blocks, two sequences long: of eight, some are thrown out and begin anew."""
     model, tokenizer = agent
-    with VLLMRolloutEngine(model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15) as engine:
+    with VLLMRolloutEngine(
+        model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15
+    ) as engine:
         scheduler = engine._stepper._llm.engine_core.engine_core.scheduler
         preempted, preempt = [], scheduler._preempt_request
         monkeypatch.setattr(

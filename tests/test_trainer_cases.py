@@ -255,7 +255,9 @@ def test_c08_a_row_without_finite_logprobs_is_left_out_and_counted(make_trainer,
     assert reasons.count(StopReason.ENGINE_ERROR) == 1
     assert not trained(inputs)[reasons.index(StopReason.ENGINE_ERROR)].any()
     assert trainer._metrics["train"]["rollout/stop_reason/engine_error"] == [0.25]
-    assert trainer._metrics["train"]["rollout/failed_tokens"] == [len(ids_of(story.tokenizer, CALL)) + 1]
+    assert trainer._metrics["train"]["rollout/failed_tokens"] == [
+        len(ids_of(story.tokenizer, CALL)) + 1
+    ]
     loss = loss_of(trainer, inputs)
     loss.backward()
     assert math.isfinite(loss.item())
@@ -327,7 +329,9 @@ def test_c10_an_engine_without_logprobs_stops_the_run_at_the_first_batch(make_tr
 # ---- logs and memory ----
 
 
-def test_f12_the_completions_table_shows_calls_and_results(make_trainer, story, capsys, tmp_path, monkeypatch):
+def test_f12_the_completions_table_shows_calls_and_results(
+    make_trainer, story, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     trainer = make_trainer(story, log_completions=True, max_steps=1, logging_steps=1)
     trainer.train()
@@ -370,7 +374,9 @@ def test_f18_rollouts_leave_nothing_in_memory(make_trainer, agent):
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_f18_an_engine_keeps_no_tensor_of_a_learner(agent, agent_path, name, request):
-    engine = TorchRolloutEngine(*agent) if name == "torch" else request.getfixturevalue("vllm_engine")
+    engine = (
+        TorchRolloutEngine(*agent) if name == "torch" else request.getfixturevalue("vllm_engine")
+    )
     learner = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     engine.update_policy(learner)
     tensors = [weakref.ref(parameter) for parameter in learner.parameters()]
