@@ -280,10 +280,10 @@ class VLLMStepper:
     def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """vLLM's layer-wise reload also repacks weights; here every one is accounted for."""
         model = self._llm.model_executor.driver_worker.model_runner.get_model()
-        names = [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
+        names = {_loader_name(name) for name, _ in model.named_parameters()}
         with _loads_noted(model) as loaded:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        missing = sorted(set(names) - loaded)
+        missing = sorted(names - loaded)
         if missing:
             raise WeightSyncError(
                 f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
@@ -330,6 +330,11 @@ class VLLMStepper:
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze what it allocated
         process_groups.release(self)
+
+
+def _loader_name(name: str) -> str:
+    """A parameter as vLLM's loaders call it: LoRA's and the experts' wrappers are left out."""
+    return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
 
 
 @contextmanager
