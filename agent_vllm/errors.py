@@ -16,8 +16,16 @@ class ToolDefinitionError(AgentVLLMError, ValueError):
     """A tool can't be offered to the model: no name, type hints or docstring, or a name twice."""
 
 
+class EnvironmentDefinitionError(AgentVLLMError, ValueError):
+    """An environment can't be used: no `reset`, a method without hints, a name that is unknown."""
+
+
 class EngineError(AgentVLLMError, RuntimeError):
     """The engine could not serve a request; the trajectory that asked ends as engine error."""
+
+
+class EngineDeadError(EngineError):
+    """The engine answers nobody any more: it hangs, its thread failed, or it was closed."""
 
 
 class EngineBusyError(EngineError):

@@ -7,7 +7,8 @@ trajectory asked for comes back, in order, whatever happens to the others.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from agent_vllm.blocking import run_blocking
@@ -16,7 +17,7 @@ from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.episode import Episode
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
-from agent_vllm.types import Limits, Messages, Trajectory
+from agent_vllm.types import Limits, Messages, StopReason, Trajectory
 from agent_vllm.user_turns import User, user_suffix_ids
 
 Tools = Sequence[Tool | Callable[..., Any]]
@@ -66,6 +67,7 @@ async def rollout_batch_async(
     num_generations: int = 1,
     *,
     users_batch: Sequence[User | None] | None = None,
+    failed_batch: Sequence[str | None] | None = None,
     limits: Limits | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -85,6 +87,9 @@ async def rollout_batch_async(
         users_batch: each conversation's simulated user (None: none), asked for its next message
             after every answer; None for no users at all. A user belongs to one trajectory: with
             users, repeat the conversation instead of raising G.
+        failed_batch: why a conversation can't begin (None: it can), such as what its environment
+            raised. Its trajectories end as `StopReason.ENVIRONMENT_ERROR` with no token sampled;
+            all others are what they would have been.
         limits: of each trajectory; `Limits()` by default.
         temperature, top_p, top_k, min_p, stop_strings: sampling, as in `RolloutEngine.generate`.
         thinking_ratio: share of trajectories with the template's thinking switch on, the others
@@ -103,8 +108,10 @@ async def rollout_batch_async(
     """
     tools_batch = [None] * len(messages_batch) if tools_batch is None else tools_batch
     users_batch = [None] * len(messages_batch) if users_batch is None else users_batch
+    failed_batch = [None] * len(messages_batch) if failed_batch is None else failed_batch
     _check_batch(messages_batch, tools_batch, num_generations, thinking_ratio)
     _check_users(chat, messages_batch, users_batch, num_generations)
+    _check_same_length("failed_batch", failed_batch, messages_batch)
     limits = limits or Limits()
     seed = engine.next_seed() if seed is None else seed
     status = status or RolloutStatus()
@@ -120,9 +127,9 @@ async def rollout_batch_async(
     named_tools = _named_tools(tools_batch)
     started_s = time.monotonic()
     formats = _formats(chat, thinking_ratio)
-    episodes = []
-    for row, (messages, tools, user) in enumerate(
-        zip(messages_batch, named_tools, users_batch, strict=True)
+    stories: list[Callable[[], Coroutine[Any, Any, Trajectory]]] = []
+    for row, (messages, tools, user, failed) in enumerate(
+        zip(messages_batch, named_tools, users_batch, failed_batch, strict=True)
     ):
         prompts = {}  # by thinking; the G samples of a prompt share the work
         for generation in range(num_generations):
@@ -131,32 +138,54 @@ async def rollout_batch_async(
             if thinking not in prompts:
                 offered = list(tools.values())
                 prompts[thinking] = formats[thinking].prompt_ids(messages, offered)
-            episodes.append(
-                Episode(
-                    engine=engine,
-                    chat=formats[thinking],
-                    messages=messages,
-                    prompt_ids=prompts[thinking],
-                    tools=tools,
-                    user=user,
-                    limits=limits,
-                    sampling=sampling,
-                    thinking=thinking,
-                    runner=runner,
-                    random=stream,
-                    status=status,
-                    started_s=started_s,
-                )
+            if failed is not None:
+                story = partial(_not_begun, messages, prompts[thinking], failed, thinking, status)
+                stories.append(story)
+                continue
+            episode = Episode(
+                engine=engine,
+                chat=formats[thinking],
+                messages=messages,
+                prompt_ids=prompts[thinking],
+                tools=tools,
+                user=user,
+                limits=limits,
+                sampling=sampling,
+                thinking=thinking,
+                runner=runner,
+                random=stream,
+                status=status,
+                started_s=started_s,
             )
+            stories.append(episode.run)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(episode.run()) for episode in episodes]
+            tasks = [group.create_task(story()) for story in stories]
     except BaseExceptionGroup as errors:
         error = _first(errors)
         raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None
     finally:
         runner.close()
     return [task.result() for task in tasks]
+
+
+async def _not_begun(
+    messages: Messages,
+    prompt_ids: list[int],
+    error: str,
+    thinking: bool | None,
+    status: RolloutStatus,
+) -> Trajectory:
+    status.num_finished += 1
+    return Trajectory(
+        prompt_ids=list(prompt_ids),
+        segments=[],
+        stop_reason=StopReason.ENVIRONMENT_ERROR,
+        messages=[dict(message) for message in messages],
+        num_prompt_messages=len(messages),
+        thinking=thinking,
+        error=error,
+    )
 
 
 def _formats(chat: ChatFormat, thinking_ratio: float | None) -> dict[bool | None, ChatFormat]:
@@ -172,11 +201,7 @@ def _check_batch(
     num_generations: int,
     thinking_ratio: float | None,
 ) -> None:
-    if len(messages_batch) != len(tools_batch):
-        raise ValueError(
-            "`messages_batch` and `tools_batch` must have one length, got "
-            f"{len(messages_batch)} and {len(tools_batch)}."
-        )
+    _check_same_length("tools_batch", tools_batch, messages_batch)
     for row, messages in enumerate(messages_batch):
         if not messages:
             raise ValueError(f"Conversation {row} is empty; it needs at least one message.")
@@ -186,17 +211,21 @@ def _check_batch(
         raise ValueError(f"`thinking_ratio` must be in [0, 1], got {thinking_ratio}.")
 
 
+def _check_same_length(name: str, batch: Sequence[Any], messages_batch: Sequence[Any]) -> None:
+    if len(messages_batch) != len(batch):
+        raise ValueError(
+            f"`messages_batch` and `{name}` must have one length, got {len(messages_batch)} and "
+            f"{len(batch)}."
+        )
+
+
 def _check_users(
     chat: ChatFormat,
     messages_batch: Sequence[Messages],
     users_batch: Sequence[User | None],
     num_generations: int,
 ) -> None:
-    if len(messages_batch) != len(users_batch):
-        raise ValueError(
-            "`messages_batch` and `users_batch` must have one length, got "
-            f"{len(messages_batch)} and {len(users_batch)}."
-        )
+    _check_same_length("users_batch", users_batch, messages_batch)
     if num_generations > 1 and any(user is not None for user in users_batch):
         raise ValueError(
             f"`num_generations` must be 1 with users, got {num_generations}: each trajectory needs "

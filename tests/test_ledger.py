@@ -14,8 +14,7 @@ from trl_integration.ledger import Exclusion, exclusion, token_ledger
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_what_is_left_out_for_its_ending(reason):
     t = trajectory([1], stop_reason=reason)
-    has_failed = reason in (StopReason.ENGINE_ERROR, StopReason.USER_ERROR)
-    failed = Exclusion.FAILED if has_failed else None
+    failed = Exclusion.FAILED if reason.is_failure else None
     truncated = Exclusion.TRUNCATED if reason.is_truncated else None
     assert exclusion(t, mask_truncated=False) == failed
     assert exclusion(t, mask_truncated=True) == (failed or truncated)

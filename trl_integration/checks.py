@@ -3,6 +3,7 @@
 Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -12,14 +13,7 @@ from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
 from trl_integration.config import AgentGRPOConfig
 
 
-def check_arguments(
-    args: Any,
-    model: Any,
-    rollout_engine: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    kwargs: dict[str, Any],
-) -> None:
+def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str, Any]) -> None:
     """What can be refused before anything heavy is built."""
     if not isinstance(args, AgentGRPOConfig):
         raise TypeError(
@@ -48,9 +42,24 @@ def check_arguments(
             "`repetition_penalty` and `generation_kwargs` are refused: the learner can't reproduce "
             "the distribution that they sample from."
         )
-    needs_prompt = kwargs.get("environment_factory") is None
-    evals = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    for name, dataset in [("train_dataset", train_dataset), *(("eval_dataset", d) for d in evals)]:
+
+
+def datasets_by_argument(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """All datasets by the argument, and key, under which they were given."""
+    if not isinstance(eval_dataset, dict):
+        return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    evals = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
+    return {"train_dataset": train_dataset, **evals}
+
+
+def check_datasets(datasets: Mapping[str, Any], *, needs_prompt: bool) -> None:
+    """
+    What can be seen of datasets that can be looked into.
+
+    Args:
+        needs_prompt: whether nothing else than a column gives the prompts.
+    """
+    for name, dataset in datasets.items():
         if isinstance(dataset, Dataset):
             _check_dataset(name, dataset, needs_prompt)
 
@@ -63,9 +72,9 @@ def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
         raise ValueError(
             f"`{name}` has a column {images[0]!r}, and rollouts are text only. Remove the column."
         )
-    if not needs_prompt:
-        return
     if "prompt" not in dataset.column_names:
+        if not needs_prompt:
+            return
         raise ValueError(
             f"`{name}` must have a column 'prompt', got {dataset.column_names}. Rename the column "
             "that holds the conversations."

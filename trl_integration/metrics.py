@@ -95,8 +95,9 @@ def _row(trajectory: Trajectory) -> list[float]:
 
 def _calls(trajectory: Trajectory) -> Iterable[tuple[str, bool, float]]:
     """Calls that ran. Others may have any name, which the model made up."""
-    spans = [span for span in trajectory.spans if span.kind == "tool"]
-    for span, result in zip(spans, trajectory.tool_results, strict=True):
+    spans = iter([span for span in trajectory.spans if span.kind == "tool"])
+    for result in trajectory.tool_results:
+        span = next(span for span in spans if span.name == result.name)  # users have spans too
         if result.status != "invalid":
             yield result.name, result.status == "failed", span.end_s - span.start_s
 

@@ -5,7 +5,6 @@ code, which does the rest: rewards, advantages, loss, logging, saving. Invariant
 sampled with the learner's current weights.
 """
 
-import inspect
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
+from agent_vllm.environments import Factory
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
@@ -25,10 +25,17 @@ from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.user_turns import user_suffix_ids
 from trl_integration.adapter import reward_columns, to_trl
-from trl_integration.checks import check_arguments, check_setup
+from trl_integration.checks import (
+    check_arguments,
+    check_datasets,
+    check_setup,
+    datasets_by_argument,
+)
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, SyncAfterSteps
+from trl_integration.environments import RowEnvironments, UserOfRow
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import (
     GapMeter,
@@ -75,6 +82,14 @@ class AgentGRPOTrainer(GRPOTrainer):
             What the model may call: Python functions (sync or async) with type hints and a Google-style docstring, or
             [`agent_vllm.Tool`]. A row's `tools` column, if there is one, picks from them by name. Instead of a list, a
             function that takes a dataset row and returns the row's own list.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            As in TRL: what makes an environment, one for each trajectory, or several by the name in a row's `environment`
+            column. One that fails ends its own trajectory. Its method `get_user_message(messages)`, if there is one, is
+            the simulated user. See `docs/environments.md`.
+        user (`Callable`, *optional*):
+            A function from a dataset row to the row's simulated user, or to `None`. The user is a function (sync or
+            async): it gets the messages, which end with the model's answer, and returns the next user message, or
+            `None` where there is nothing more to say.
         rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
             `"vllm"`, `"torch"`, or an engine built by you, which you close.
         chat_format ([`agent_vllm.ChatFormat`], *optional*):
@@ -94,6 +109,8 @@ class AgentGRPOTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         tools: ToolFunctions | Callable[[Mapping[str, Any]], ToolFunctions] | None = None,
+        environment_factory: Factory | dict[str, Factory] | None = None,
+        user: UserOfRow | None = None,
         rollout_engine: str | RolloutEngine = "vllm",
         chat_format: ChatFormat | None = None,
         redact_rollouts: Redact | None = None,
@@ -102,26 +119,35 @@ class AgentGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = AgentGRPOConfig(f"{name.split('/')[-1]}-AgentGRPO")
-        check_arguments(args, model, rollout_engine, train_dataset, eval_dataset, kwargs)
+        check_arguments(args, model, rollout_engine, kwargs)
         self._tools_of_row = tools if callable(tools) else None
         self._tools = {} if callable(tools) else tools_by_name(tools)
+        datasets = datasets_by_argument(train_dataset, eval_dataset)
+        check_datasets(datasets, needs_prompt=environment_factory is None)
+        self._environments = RowEnvironments(environment_factory, user, args)
+        self._environments.check(list(self._tools), datasets)
         super().__init__(
             model,
-            reward_funcs=reward_funcs,
+            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            environment_factory=self._environments.for_trl(),
             **kwargs,
         )
         check_setup(self)
+        self.reward_funcs = self._environments.isolated(self.reward_funcs)
+        self.environment_factories = None  # TRL's own handling lets one environment end them all
         self.chat_format = chat_format or ChatFormat.from_tokenizer(
             self._tokenizer,
             eos_token_ids=self.eos_token_ids,
             template_kwargs=self.chat_template_kwargs,
-            needs_tools=bool(self._tools or self._tools_of_row or self.environment_factories),
+            needs_tools=bool(self._tools or self._tools_of_row or self._environments),
             escape_tool_results=self.args.escape_tool_results,
         )
+        if self._environments.have_users:
+            user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         # TRL judges truncation by the last token; here the stop reason does, in the adapter.
         self.mask_truncated_completions = False
         # This switches on TRL's correction for the distance between engine and learner.
@@ -144,8 +170,9 @@ class AgentGRPOTrainer(GRPOTrainer):
         self.add_callback(SyncAfterSteps(self.engine_life.learner_changed, self.sync_engine))
 
     def close(self) -> None:
-        """Close the engine that this trainer built, and the record."""
+        """Close the engine that this trainer built, the environments and the record."""
         self.engine_life.close()
+        self._environments.close()
         if self._record is not None:
             self._record.close()
 
@@ -186,7 +213,10 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = [dict(row) for row in inputs]  # TRL adds columns, and samplers repeat row objects
         self._rows = [dict(row) for row in inputs]  # without what TRL adds
-        output = super()._generate_and_score_completions(inputs)
+        self.environments = None  # TRL would reset them
+        self._environments.start(self._rows)
+        rows = zip(inputs, self._environments.prompts(), strict=True)
+        output = super()._generate_and_score_completions([row | prompt for row, prompt in rows])
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "importance_sampling_ratio" in output:
@@ -224,6 +254,8 @@ class AgentGRPOTrainer(GRPOTrainer):
         self._append_metrics("train", self.engine_life.ensure_current())
         self.trajectories = self._rollout(prompts)
         self._check_engine_answered()
+        self.trajectories, scores = self._environments.score(self.trajectories)
+        self.environments = self._environments.instances  # for reward functions
         self._gap.expect(self._mode, self.rollout_engine.policy_version)
         fields = to_trl(
             self.trajectories,
@@ -237,7 +269,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             fields.tool_mask,
             fields.completions,
             fields.logprobs,
-            reward_columns(self.trajectories),
+            {**reward_columns(self.trajectories), **scores},
             None,  # images
             [],  # images in tool results
         )
@@ -256,6 +288,8 @@ class AgentGRPOTrainer(GRPOTrainer):
                 self.chat_format,
                 prompts,
                 self._tools_of_rows,
+                users_batch=[self._environments.user(index) for index in range(len(prompts))],
+                failed_batch=self._environments.errors,
                 limits=self.args.limits(),
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -329,17 +363,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             tools = list(self._tools_of_row(row))
         else:
             tools = select_tools(row.get("tools"), self._tools)
-        return tools + self._environment_methods(index)
-
-    def _environment_methods(self, index: int) -> list[Callable[..., Any]]:
-        if not self.environments:
-            return []
-        environment = self.environments[index]
-        return [
-            getattr(environment, name)
-            for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
-            if name not in ("reset", "get_reward") and not name.startswith("_")
-        ]
+        return tools + self._environments.tools(index)
 
     def _rollout_seed(self, mode: str) -> int:
         """Differs by rank, step and rollout; a resumed run goes on with the seeds it would have had."""
@@ -350,11 +374,11 @@ class AgentGRPOTrainer(GRPOTrainer):
 
     def _check_engine_answered(self) -> None:
         """An engine that answered nobody is dead; going on would train on nothing."""
-        reasons = {trajectory.stop_reason for trajectory in self.trajectories}
-        if reasons == {StopReason.ENGINE_ERROR}:
+        begun = [t for t in self.trajectories if t.stop_reason is not StopReason.ENVIRONMENT_ERROR]
+        if begun and all(t.stop_reason is StopReason.ENGINE_ERROR for t in begun):
             raise EngineError(
-                f"The engine failed on all {len(self.trajectories)} trajectories of the rollout at "
-                f"step {self.state.global_step}; the first error: {self.trajectories[0].error}"
+                f"The engine failed on all {len(begun)} trajectories of the rollout at "
+                f"step {self.state.global_step}; the first error: {begun[0].error}"
             )
 
     def _log_rollout(self, mode: str) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.adapters import adapter_alone, adapter_rank, has_adapters, why_not_alone
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
-from agent_vllm.engines.driver import StepDriver
+from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.models import context_length, is_quantised, model_source
 from agent_vllm.engines.sharding import is_sharded
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper, check_sleep_mode
@@ -60,6 +60,9 @@ class VLLMRolloutEngine(RolloutEngine):
             merged into copies. `"auto"`: the adapter alone where that is all that is trained.
         sleep_mode: the engine can `sleep`, which gives a GPU's memory back.
         seed: of requests that bring no seed.
+        hang_s: seconds without progress after which the engine is given up as dead; None: never.
+            What is compiled on first use and a weight sync must fit in; building the engine is not
+            watched.
         engine_args: further arguments of `vllm.EngineArgs`, by its own names.
 
     Raises:
@@ -80,6 +83,7 @@ class VLLMRolloutEngine(RolloutEngine):
         adapter_sync: AdapterSync = "auto",
         sleep_mode: bool = False,
         seed: int = 0,
+        hang_s: float | None = HANG_S,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         _require_vllm()
@@ -114,7 +118,7 @@ class VLLMRolloutEngine(RolloutEngine):
             gpu=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             further=engine_args or {},
         )
-        self._driver = StepDriver("vllm rollout engine")
+        self._driver = StepDriver("vllm rollout engine", hang_s=hang_s)
         try:
             self._stepper = self._driver.call(lambda: VLLMStepper(source, options))
         except BaseException:
@@ -188,10 +192,16 @@ class VLLMRolloutEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         return self._stepper.stats
 
+    @property
+    def death(self) -> str | None:
+        return self._driver.death
+
+    @property
+    def is_hung(self) -> bool:
+        return self._driver.is_hung
+
     def close(self) -> None:
-        if self._driver.is_open:
-            self._driver.call(self._stepper.shutdown, even_if_busy=True)
-        self._driver.close()
+        self._driver.close(self._stepper.shutdown)
 
 
 def _lora_rank(model: PreTrainedModel | str | Path, adapter_sync: AdapterSync) -> int | None:

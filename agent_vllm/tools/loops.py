@@ -38,9 +38,14 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(_shielded(work), self._loop)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError):
             await self._free()
             raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended yet."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Cancel what still runs and end the thread; returns at once."""

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agent_vllm.tools.results import ToolFailure
 
@@ -53,6 +54,57 @@ async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | No
         _hanging.add(thread)
         interrupt(thread)
         raise
+
+
+class Worker:
+    """A thread that does one piece of work after another.
+
+    Once somebody stops waiting for the piece at work it is given up: the thread is interrupted,
+    what waits behind that piece is refused, and another worker must take over.
+
+    Raises:
+        ToolFailure: too many earlier calls still hang.
+    """
+
+    def __init__(self, name: str) -> None:
+        _refuse_to_pile_up()
+        self.is_given_up = False
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
+        self._thread.start()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises."""
+        outcome: Future[T] = Future()
+        self._jobs.put((work, outcome))
+        try:
+            return await asyncio.wrap_future(outcome)
+        except asyncio.CancelledError:
+            if outcome.running():
+                self._give_up()
+            raise
+
+    def stop(self) -> None:
+        """End the thread when its work is done; returns at once."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        with contextlib.suppress(Interrupted):  # it came late
+            while not self.is_given_up and (job := self._jobs.get()) is not None:
+                if job[1].set_running_or_notify_cancel():
+                    _run(*job)
+
+    def _give_up(self) -> None:
+        self.is_given_up = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job[1].set_running_or_notify_cancel():
+                    job[1].set_exception(ToolFailure("Not run: the call before it hangs."))
+        self.stop()
+        _hanging.add(self._thread)
+        interrupt(self._thread)
 
 
 def _refuse_to_pile_up() -> None:
