@@ -1,4 +1,4 @@
-"""Trainers on several ranks, started by `accelerate launch`; each story leaves files for test_ranks.py.
+"""Trainers on several ranks, started by `accelerate launch`; stories leave files for test_ranks.py.
 
 Usage: rank_stories.py FOLDER STORY...; every story has a folder of its own in FOLDER.
 """
@@ -28,10 +28,11 @@ from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 RANK = PartialState(cpu=True).process_index
 COLLECTIVES = (
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all barrier broadcast "
-    "broadcast_object_list gather gather_object monitored_barrier new_group recv reduce "
-    "reduce_scatter reduce_scatter_tensor scatter send"
-).split()
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "new_group",
+    "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "send",
+)  # fmt: skip
 
 
 @contextmanager
@@ -71,7 +72,17 @@ def agent():
     return model, AutoTokenizer.from_pretrained(path)
 
 
-def trainer(folder, engine, *, learner=None, data=None, evaluation=None, tools=TOOLS, reward=correct_reward, **settings):
+def trainer(
+    folder,
+    engine,
+    *,
+    learner=None,
+    data=None,
+    evaluation=None,
+    tools=TOOLS,
+    reward=correct_reward,
+    **settings,
+):
     model, tokenizer = learner or agent()
     args = AgentGRPOConfig(
         **{
@@ -166,7 +177,17 @@ def scripted(folder):
             for i in range(9)
         ]
     )
-    run = trainer(folder, engine, learner=learner, data=data, tools=[look], reward=reward, max_steps=3, tool_timeout_s=150, old_logprobs="recomputed")
+    run = trainer(
+        folder,
+        engine,
+        learner=learner,
+        data=data,
+        tools=[look],
+        reward=reward,
+        max_steps=3,
+        tool_timeout_s=150,
+        old_logprobs="recomputed",
+    )
     run.train()
     try:
         with no_collectives():
@@ -179,7 +200,17 @@ def scripted(folder):
 
 def torch_engine(folder):
     evaluation = Dataset.from_list(make_tasks("test", 5, kinds=SMALL_KINDS))
-    run = trainer(folder, "torch", evaluation=evaluation, max_steps=2, per_device_eval_batch_size=4, num_generations_eval=2, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+    run = trainer(
+        folder,
+        "torch",
+        evaluation=evaluation,
+        max_steps=2,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+        eval_on_start=True,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
     run.train()
     finish(run, folder)
 
@@ -221,6 +252,7 @@ def sharded(folder):
         folder,
         "vllm",
         max_steps=2,
+        accelerator_config={"use_configured_state": True},
         fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
     )
@@ -244,7 +276,10 @@ def lost_engine(folder):
     finish(run, folder)
 
 
-STORIES = {f.__name__: f for f in (scripted, torch_engine, vllm_engine, alone, resumed, sharded, lost_engine)}
+STORIES = {
+    f.__name__: f
+    for f in (scripted, torch_engine, vllm_engine, alone, resumed, sharded, lost_engine)
+}
 
 
 def main():

@@ -399,6 +399,15 @@ def test_vllm_leaves_the_host_process_as_it_was(agent):
 
 
 @pytest.mark.vllm
+def test_the_device_of_the_config_is_the_gpu_that_vllm_takes():
+    """What a rank's engine relies on to share its learner's GPU; there is none here."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda", 1)))
+    assert UniProcExecutor._distributed_args(SimpleNamespace(vllm_config=config))[1:] == (0, 1)
+
+
+@pytest.mark.vllm
 def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
     """A tied head that stays old, as when the alias is left out, is noticed at once."""
     model, tokenizer = agent
@@ -473,7 +482,9 @@ def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
 def test_c19_preempted_requests_come_back_whole(agent, monkeypatch):
     """A cache of 12 blocks, two sequences long: of eight, some are thrown out and begin anew."""
     model, tokenizer = agent
-    with VLLMRolloutEngine(model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15) as engine:
+    with VLLMRolloutEngine(
+        model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15
+    ) as engine:
         scheduler = engine._stepper._llm.engine_core.engine_core.scheduler
         preempted, preempt = [], scheduler._preempt_request
         monkeypatch.setattr(

@@ -200,7 +200,9 @@ def test_f19_metrics_weigh_tokens_not_ranks(story):
 
 
 def test_ranks_sample_with_seeds_of_their_own_and_hold_the_same_weights(story):
-    seeds = [[(r["mode"], r["step"], r["rollout"], r["seed"]) for r in rank] for rank in records(story)]
+    seeds = [
+        [(r["mode"], r["step"], r["rollout"], r["seed"]) for r in rank] for rank in records(story)
+    ]
     assert not set(seeds[0]) & set(seeds[1])
     one, other = facts(story)
     assert (one["weights"], one["versions"]) == (other["weights"], other["versions"])
@@ -220,7 +222,7 @@ def test_evaluation_fills_up_uneven_rows_and_keeps_groups(first):
 
 
 def test_f02_f16_each_rank_opens_and_closes_its_own_engines(first):
-    """One rank alone opens two at once, closes them and opens another; nobody waits, no port clashes."""
+    """One rank alone opens two at once, closes them and opens another; the other needn't wait."""
     for rank in facts(first[0] / "alone"):
         assert rank == {"num_rows": [[], [2, 2, 2]], "is_default_kept": True}
 
@@ -253,4 +255,5 @@ def test_fsdp2_ranks_train_and_their_engines_follow(second):
     for rank in facts(second / "sharded"):
         assert rank["num_shards"] > 20 and rank["share"] == pytest.approx(0.5, abs=0.01)
         assert rank["versions"] == 1 + 2
-    assert max(logged(second / "sharded", step, "sampling/logprob_gap/max") for step in (1, 2)) <= GAP
+    for step in (1, 2):
+        assert logged(second / "sharded", step, "sampling/logprob_gap/max") <= 1e-5

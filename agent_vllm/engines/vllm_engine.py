@@ -114,6 +114,8 @@ class VLLMRolloutEngine(RolloutEngine):
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             lora_rank=_lora_rank(model, adapter_sync),
             sleep_mode=sleep_mode,
+            # of this thread: the driver's would say the first
+            gpu=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             further=engine_args or {},
         )
         self._driver = StepDriver("vllm rollout engine", hang_s=hang_s)

@@ -31,7 +31,10 @@ _CPU_MAX_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMOptions:
-    """What the engine is built with; `further` are arguments of `vllm.EngineArgs`."""
+    """What the engine is built with; `further` are arguments of `vllm.EngineArgs`.
+
+    `gpu` is the number of the learner's, which the engine shares; None without one.
+    """
 
     dtype: torch.dtype
     max_model_len: int
@@ -41,6 +44,7 @@ class VLLMOptions:
     further: dict[str, Any]
     lora_rank: int | None = None  # None: no adapters
     sleep_mode: bool = False
+    gpu: int | None = None
 
     def engine_args(self, config: PreTrainedConfig, *, on_cpu: bool) -> dict[str, Any]:
         device = self._cpu_args(config) if on_cpu else self._cuda_args()
@@ -116,6 +120,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         stack.enter_context(host_process_kept())
         stack.enter_context(process_groups.own_default_group())
         from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
 
         _prepare_architecture(source.config.architectures)
         if on_cpu():
@@ -125,13 +130,15 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
             source.config.save_pretrained(path)
             load_format = "dummy"
-        return LLMEngine.from_engine_args(
-            EngineArgs(
-                model=path,
-                load_format=load_format,
-                **options.engine_args(source.config, on_cpu=on_cpu()),
-            )
+        args = EngineArgs(
+            model=path,
+            load_format=load_format,
+            **options.engine_args(source.config, on_cpu=on_cpu()),
         )
+        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if options.gpu:  # vLLM would take the first, on every rank
+            config.device_config.device = torch.device("cuda", options.gpu)
+        return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
 
 
 def _prepare_architecture(architectures: list[str] | None) -> None:
