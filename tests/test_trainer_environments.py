@@ -260,8 +260,9 @@ def test_f05_f06_one_of_eight_fails_alone(make_trainer, made, kind, trouble):
         assert not any(environment is None for environment in environments)
         return [10.0 * i for i in index]
 
+    limit_s = 1.0 if trouble[1] == "sleeps" else 60.0
     trainer = make_trainer(
-        kind, reward_funcs=length, environment_timeout_s=0.3, data=[row(index=0, trouble=None)]
+        kind, reward_funcs=length, environment_timeout_s=limit_s, data=[row(index=0, trouble=None)]
     )
     data = [row(index=i, trouble=trouble if i == 2 else None) for i in range(8)]
     inputs = rollout(trainer, data)
