@@ -5,9 +5,10 @@ call, as it would in a plain script; whatever it does, the wait for it ends in t
 """
 
 import asyncio
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from agent_vllm.tools import Tool, ToolFailure
@@ -85,14 +86,13 @@ class Instance:
             self.is_usable = False
             raise
 
-    def tool(self, name: str, schema: Mapping[str, Any]) -> Tool:
-        """A method as a tool of the model's."""
-        method = getattr(self.environment, name)
+    def tool(self, tool: Tool) -> Tool:
+        """The same tool, run on the instance's own threads."""
 
         async def function(**arguments: Any) -> Any:
-            return await self.call(functools.partial(method, **arguments))
+            return await self.call(functools.partial(tool.function, **arguments))
 
-        return Tool(schema=schema, function=function)
+        return dataclasses.replace(tool, function=function)
 
     async def user(self, messages: list[dict[str, Any]]) -> Any:
         """The environment as the simulated user of its trajectory."""

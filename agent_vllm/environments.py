@@ -19,13 +19,13 @@ from typing import Any
 from agent_vllm.blocking import run_blocking
 from agent_vllm.environment_instance import EnvironmentFailed, Instance
 from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
-from agent_vllm.tools import Tool, ToolInterrupted, as_tool
+from agent_vllm.tools import Tool, ToolInterrupted, as_tool, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
 from agent_vllm.user_turns import User
 
 Factory = Callable[[], Any]
 
-LIFECYCLE = ("reset", "get_reward", "get_user_message")
+LIFECYCLE = ("reset", "get_tools", "get_reward", "get_user_message")
 """Public methods that are not the model's to call."""
 
 _NO_PROMPT = [{"role": "user", "content": ""}]
@@ -38,7 +38,7 @@ class StartedEnvironment:
 
     Attributes:
         messages: the row's prompt, with what `reset` said at the end of its last message.
-        tools: the instance's public methods.
+        tools: the instance's public methods, and what its `get_tools` gave.
         user: who answers the model, where the environment has `get_user_message`.
         error: why there is no environment; then the trajectory has failed before it began.
         environment: the instance itself, None where there is none.
@@ -56,6 +56,7 @@ class _Kind:
     """What a class of environments offers."""
 
     schemas: dict[str, Mapping[str, Any]]  # by method
+    has_tools: bool
     has_reward: bool
     has_user: bool
 
@@ -64,9 +65,10 @@ class Environments:
     """Instances of one or several kinds of environment.
 
     A kind is a class with `reset(**row)`, which returns None or text for the prompt; public methods
-    with type hints and docstrings, which the model may call; and perhaps `get_reward()` and
-    `get_user_message(messages)`. All of them may be async. What is sync in one instance, its making
-    included, runs on one thread of its own, call after call.
+    with type hints and docstrings, which the model may call; and perhaps `get_tools()` (further
+    tools, once it was reset), `get_reward()` and `get_user_message(messages)`. All of them may be
+    async. What is sync in one instance, its making included, runs on one thread of its own, call
+    after call.
 
         with Environments(Wordle) as environments:
             started = environments.start(rows)
@@ -141,7 +143,7 @@ class Environments:
         return any(self._kind(example).has_user for example in self.examples.values())
 
     def tool_names(self, name: str | None) -> list[str]:
-        """What the model may call in this kind of environment."""
+        """The methods that the model may call in this kind of environment."""
         return list(self._kind(self.examples[name]).schemas)
 
     def start(self, rows: Sequence[Mapping[str, Any]]) -> list[StartedEnvironment]:
@@ -215,16 +217,35 @@ class Environments:
             columns = {k: v for k, v in row.items() if not (self.is_routed and k == "environment")}
             reset = functools.partial(instance.environment.reset, **copy.deepcopy(columns))
             said = _text(instance, await instance.attempt("reset", reset, self._timeout_s))
+            tools = await self._tools(instance, kind)
         except EnvironmentFailed as failed:
             if instance is not None:
                 instance.is_usable = False
             return StartedEnvironment(messages=messages, error=str(failed))
         return StartedEnvironment(
             messages=messages if said is None else _with_text(messages, said),
-            tools=[instance.tool(method, schema) for method, schema in kind.schemas.items()],
+            tools=tools,
             user=instance.user if kind.has_user else None,
             environment=instance.environment,
         )
+
+    async def _tools(self, instance: Instance, kind: _Kind) -> list[Tool]:
+        environment, given = instance.environment, []
+        if kind.has_tools:
+            given = await instance.attempt("get_tools", environment.get_tools, self._timeout_s)
+            if not isinstance(given, list | tuple):
+                raise EnvironmentFailed(
+                    f"`{instance.label}.get_tools` must return a list of tools, got "
+                    f"{type(given).__name__}."
+                )
+        methods = [
+            Tool(schema=schema, function=getattr(environment, name))
+            for name, schema in kind.schemas.items()
+        ]
+        try:
+            return [instance.tool(tool) for tool in tools_by_name([*methods, *given]).values()]
+        except ToolDefinitionError as error:
+            raise EnvironmentFailed(f"The tools of `{instance.label}`: {error}") from error
 
     async def _score_all(
         self, trajectories: Sequence[Trajectory]
@@ -295,6 +316,7 @@ def _described(environment: Any) -> _Kind:
     tools = [m for m in methods if m not in LIFECYCLE and not m.startswith("_")]
     return _Kind(
         schemas={tool: _schema(name, getattr(environment, tool)) for tool in tools},
+        has_tools="get_tools" in methods,
         has_reward="get_reward" in methods,
         has_user="get_user_message" in methods,
     )

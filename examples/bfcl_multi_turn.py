@@ -6,6 +6,7 @@ The worlds' classes and the checks of state and responses are those of the insta
 only if every user turn was reached and left the state that the ground truth leaves.
 
     python examples/bfcl_multi_turn.py --model Qwen/Qwen3-0.6B --num-tasks 20
+    python examples/bfcl_multi_turn.py --model Qwen/Qwen3-0.6B --train-steps 50
 """
 
 import argparse
@@ -20,7 +21,17 @@ from typing import Any
 
 from bfcl import function_schema, read_records
 
-from agent_vllm import ChatFormat, Limits, RolloutEngine, Tool, Trajectory, rollout_batch
+from agent_vllm import (
+    ChatFormat,
+    Limits,
+    RolloutEngine,
+    RolloutStatus,
+    Tool,
+    Trajectory,
+    create_rollout_engine,
+    rollout_batch,
+)
+from agent_vllm.inspect import RolloutProgress
 from agent_vllm.tools import ToolFailure
 
 Row = dict[str, Any]
@@ -124,6 +135,22 @@ class World:
         )
 
 
+class MultiTurnEnvironment:
+    """A task as the trainer's environment: the tools, the user and the verdict of one world."""
+
+    def reset(self, **row: Any) -> None:
+        self._world = World(row)
+
+    def get_tools(self) -> list[Tool]:
+        return self._world.tools
+
+    def get_user_message(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        return self._world.next_user_message(messages)
+
+    def get_reward(self) -> float:
+        return float(self._world.passed)
+
+
 def parse_call(text: str) -> Call:
     """A call of the ground truth, `f(1, b="x")`, whose arguments are literals."""
     call = ast.parse(text, mode="eval").body
@@ -211,26 +238,92 @@ def _respond(
     return str(value), False
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--model", required=True, help="`smollm2`, `tiny`, a folder, or a name on the Hub"
+    )
+    parser.add_argument("--engine", default="vllm", help="vllm or torch")
+    parser.add_argument("--num-tasks", type=int, default=None, help="all by default")
+    parser.add_argument("--max-turns", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of one turn")
+    parser.add_argument(
+        "--train-steps", type=int, default=0, help="train on the tasks instead of being tested"
+    )
+    parser.add_argument("--num-generations", type=int, default=8, help="of a task, in training")
+    parser.add_argument("--output-dir", default="runs/bfcl-multi-turn", help="of training")
+    return parser.parse_args()
+
+
+def test(model: Any, tokenizer: Any, rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """Each task once, greedily."""
+    limits = Limits(
+        max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tool_result_tokens=1024
+    )
+    status = RolloutStatus()
+    with create_rollout_engine(args.engine, model, tokenizer) as engine:
+        chat = ChatFormat.from_tokenizer(tokenizer, eos_token_ids=engine.eos_token_ids)
+        with RolloutProgress(status, f"{len(rows)} tasks"):
+            options = {"limits": limits, "temperature": 0.0, "seed": 0, "status": status}
+            results = evaluate(engine, chat, rows, **options)
+    for row, (passed, trajectory) in zip(rows, results, strict=True):
+        print(
+            f"{row['id']}: {'passed' if passed else 'failed'}, {trajectory.stop_reason} after "
+            f"{trajectory.num_turns} turns and {len(trajectory.tool_results)} calls"
+        )
+    print(f"{sum(passed for passed, _ in results)} of {len(results)} tasks passed")
+
+
+def train(model: Any, tokenizer: Any, rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """GRPO on the tasks; the reward is the package's verdict."""
+    from datasets import Dataset
+
+    from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+
+    config = AgentGRPOConfig(
+        args.output_dir,
+        max_steps=args.train_steps,
+        per_device_train_batch_size=args.num_generations,
+        num_generations=args.num_generations,
+        max_turns=args.max_turns,
+        max_new_tokens=args.max_new_tokens,
+        max_tool_result_tokens=1024,
+        max_completion_length=4096,
+        bf16=False,
+        logging_steps=1,
+        report_to="none",
+        record_rollouts=True,
+    )
+    trainer = AgentGRPOTrainer(
+        model,
+        args=config,
+        train_dataset=Dataset.from_list(list(rows)),
+        processing_class=tokenizer,
+        environment_factory=MultiTurnEnvironment,
+        rollout_engine=args.engine,
+    )
+    try:
+        trainer.train()
+        trainer.save_model()
+    finally:
+        trainer.close()
+
+
+def model_path(name: str) -> str:
+    if name == "smollm2":
+        return str(import_module("smollm2").smollm2_path())
+    return str(import_module("tiny_agent").tiny_agent_path()) if name == "tiny" else name
+
+
 def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from agent_vllm import create_rollout_engine
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", required=True, help="a folder, or a name on the Hub")
-    parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--num-tasks", type=int, default=None)
-    args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-    limits = Limits(max_turns=64, max_new_tokens=1024, max_tool_result_tokens=1024)
-    with create_rollout_engine(args.engine, model, tokenizer) as engine:
-        chat = ChatFormat.from_tokenizer(tokenizer, eos_token_ids=engine.eos_token_ids)
-        rows = load_multi_turn(args.num_tasks)
-        results = evaluate(engine, chat, rows, limits=limits, temperature=0.0, seed=0)
-    for row, (passed, trajectory) in zip(rows, results, strict=True):
-        print(f"{row['id']}: {'passed' if passed else 'failed'}, {trajectory.stop_reason}")
-    print(f"{sum(passed for passed, _ in results)} of {len(results)} tasks passed")
+    args = parse_arguments()
+    path = model_path(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    run = train if args.train_steps else test
+    run(model, tokenizer, load_multi_turn(args.num_tasks), args)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,25 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from datasets import Dataset
 from fakes import CHATML, broken_invariants, byte_tokenizer, call
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.types import Limits, StopReason
+from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 if find_spec("bfcl_eval") is None:
     pytest.skip("needs the package bfcl-eval", allow_module_level=True)
 
-from bfcl_multi_turn import World, evaluate, ground_truth_turns, load_multi_turn, parse_call
+from bfcl_multi_turn import (
+    MultiTurnEnvironment,
+    World,
+    evaluate,
+    ground_truth_turns,
+    load_multi_turn,
+    parse_call,
+)
 
 # Schemas of dozens of functions a row say nothing here, and are slow to read byte by byte.
 WITHOUT_TOOLS = CHATML[CHATML.index("{%- for message in messages %}") :]
@@ -99,3 +108,34 @@ def test_only_calls_with_literals_are_read(text):
         return
     with pytest.raises((AssertionError, ValueError)):
         parse_call(text)
+
+
+def test_the_ground_truth_has_the_whole_reward_in_the_trainer(agent, rows, tmp_path):
+    """And a policy that does nothing has none: the tools, the user and the verdict of each row."""
+    model, tokenizer = agent
+    row = min(rows[:50], key=lambda row: len(ground_truth_turns(row)))
+    idle = {**row, "prompt": [{"role": "user", "content": "Do nothing."}]}
+    turns = ground_truth_turns(row)
+
+    def script(request):
+        text = tokenizer.decode(request.prompt_ids)
+        num_said = text.count("<|im_start|>assistant\n") - 1
+        return engine.encode_turn("Done." if "Do nothing." in text else turns[num_said])
+
+    engine = ScriptedRolloutEngine(tokenizer, script, max_model_len=1_000_000)
+    args = AgentGRPOConfig(
+        str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_steps=1, bf16=False,
+        max_turns=100, max_completion_length=100_000, report_to="none", use_cpu=True,
+    )  # fmt: skip
+    trainer = AgentGRPOTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_list([row]),
+        processing_class=tokenizer,
+        environment_factory=MultiTurnEnvironment,
+        rollout_engine=engine,
+    )
+    trainer._generate_and_score_completions([row, idle])
+    trainer.close()
+    assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
+    assert trainer._rewards.flatten().tolist() == [1.0, 0.0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import call
+from tiny_tasks import get_price, make_tasks
 from worlds import AsyncCounter, AsyncTrouble, Counter, SelfScoring, Trouble, WordGame
 
 from agent_vllm import StopReason, TorchRolloutEngine
@@ -187,6 +188,41 @@ def test_what_trl_documents_trains(make_trainer, case):
         assert trainer._rewards.tolist() == rewards
 
 
+class Shop:
+    """For the agent of the tests, which knows how to ask for prices."""
+
+    def reset(self, answer, **kwargs) -> None:
+        self._num_asked = 0
+
+    def get_price(self, item: str) -> str:
+        """
+        Looks up the price of an item in the shop.
+
+        Args:
+            item: The item's name.
+        """
+        self._num_asked += 1
+        return get_price(item)
+
+    def get_reward(self) -> float:
+        return float(self._num_asked)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_a_real_policy_acts_in_its_environment(make_trainer, agent, request, engine):
+    if engine == "vllm":
+        engine = request.getfixturevalue("vllm_engine")
+    else:
+        engine = TorchRolloutEngine(*agent)
+    trainer = make_trainer(Shop, engine=engine, data=make_tasks("train", 8, kinds=("price",)))
+    trainer.train()
+    asked = [float(sum(r.status == "ok" for r in t.tool_results)) for t in trainer.trajectories]
+    assert trainer._rewards.flatten().tolist() == asked and sum(asked) > 0
+    log = trainer.state.log_history[0]
+    assert log["rewards/Shop/mean"] == pytest.approx(sum(asked) / 8)
+    assert log["sampling/logprob_gap/max"] <= 5e-5
+
+
 def test_each_row_has_the_tools_and_the_reward_of_its_environment(make_trainer):
     changes, _ = DOCUMENTED["several by name, one of which scores itself"]
     trainer = make_trainer(**changes)
@@ -260,8 +296,9 @@ def test_f05_f06_one_of_eight_fails_alone(make_trainer, made, kind, trouble):
         assert not any(environment is None for environment in environments)
         return [10.0 * i for i in index]
 
+    limit_s = 1.0 if trouble[1] == "sleeps" else 60.0
     trainer = make_trainer(
-        kind, reward_funcs=length, environment_timeout_s=0.3, data=[row(index=0, trouble=None)]
+        kind, reward_funcs=length, environment_timeout_s=limit_s, data=[row(index=0, trouble=None)]
     )
     data = [row(index=i, trouble=trouble if i == 2 else None) for i in range(8)]
     inputs = rollout(trainer, data)

@@ -3,7 +3,6 @@
 Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset
@@ -46,24 +45,26 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
         )
 
 
-def datasets_by_argument(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """All datasets by the argument, and key, under which they were given."""
-    if not isinstance(eval_dataset, dict):
-        return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    evals = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
-    return {"train_dataset": train_dataset, **evals}
-
-
-def check_datasets(datasets: Mapping[str, Any], *, needs_prompt: bool) -> None:
+def check_datasets(
+    train_dataset: Any, eval_dataset: Any, *, needs_prompt: bool
+) -> dict[str, Dataset]:
     """
     What can be seen of datasets that can be looked into.
 
     Args:
         needs_prompt: whether nothing else than a column gives the prompts.
+
+    Returns:
+        `dict[str, Dataset]`: those datasets, by the argument that gave them.
     """
-    for name, dataset in datasets.items():
-        if isinstance(dataset, Dataset):
-            _check_dataset(name, dataset, needs_prompt)
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if isinstance(eval_dataset, dict):
+        del datasets["eval_dataset"]
+        datasets |= {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
+    seen = {name: value for name, value in datasets.items() if isinstance(value, Dataset)}
+    for name, dataset in seen.items():
+        _check_dataset(name, dataset, needs_prompt)
+    return seen
 
 
 def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:

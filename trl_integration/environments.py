@@ -71,13 +71,13 @@ class RowEnvironments:
         is_in_environment = self._environments is not None and self._environments.have_users
         return self._user_of_row is not None or is_in_environment
 
-    def check(self, tool_names: Sequence[str], datasets: Mapping[str, Any]) -> None:
+    def check(self, tool_names: Sequence[str], datasets: Mapping[str, Dataset]) -> None:
         """
         What can be told before training.
 
         Args:
             tool_names: of the tools that every row is offered.
-            datasets: by the name of the trainer's argument; only a `Dataset` can be looked into.
+            datasets: by the name of the trainer's argument.
 
         Raises:
             EnvironmentDefinitionError: a name that two things have or that nothing has, or a column that `reset` refuses.
@@ -85,8 +85,7 @@ class RowEnvironments:
         if self._environments is not None:
             _check_names(self._environments, tool_names)
             for argument, dataset in datasets.items():
-                if isinstance(dataset, Dataset):
-                    _check_rows(self._environments, argument, dataset)
+                _check_rows(self._environments, argument, dataset)
 
     def for_trl(self) -> Factory | dict[str, Factory] | None:
         """What TRL's constructor makes its examples of: those that are here already."""

@@ -14,7 +14,7 @@ from agent_vllm.types import Trajectory
 class Exclusion(StrEnum):
     """Why no token of a trajectory is trained."""
 
-    FAILED = "failed"  # its engine or its user failed
+    FAILED = "failed"  # its engine, user or environment failed
     TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
     UNSCORABLE = "unscorable"  # every reward function returned None for it
 

@@ -30,12 +30,7 @@ from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import Trajectory
 from agent_vllm.user_turns import user_suffix_ids
 from trl_integration.adapter import reward_columns, to_trl
-from trl_integration.checks import (
-    check_arguments,
-    check_datasets,
-    check_setup,
-    datasets_by_argument,
-)
+from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, RolloutLost, SyncAfterSteps
 from trl_integration.environments import RowEnvironments, UserOfRow
@@ -126,8 +121,8 @@ class AgentGRPOTrainer(GRPOTrainer):
         check_arguments(args, model, rollout_engine, kwargs)
         self._tools_of_row = tools if callable(tools) else None
         self._tools = {} if callable(tools) else tools_by_name(tools)
-        datasets = datasets_by_argument(train_dataset, eval_dataset)
-        check_datasets(datasets, needs_prompt=environment_factory is None)
+        needs_prompt = environment_factory is None
+        datasets = check_datasets(train_dataset, eval_dataset, needs_prompt=needs_prompt)
         self._environments = RowEnvironments(environment_factory, user, args)
         self._environments.check(list(self._tools), datasets)
         super().__init__(

@@ -81,7 +81,7 @@ class Worker:
         try:
             return await asyncio.wrap_future(outcome)
         except asyncio.CancelledError:
-            if outcome.running():
+            if not outcome.cancel():  # it is at work
                 self._give_up()
             raise
 
