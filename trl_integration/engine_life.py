@@ -160,14 +160,10 @@ class EngineLife:
         return self._accelerator.gather(mine).tolist()
 
     def _replace(self) -> None:
-        """A new engine on all processes: vLLM's process groups are made by all of them together."""
+        """A new engine on all processes: a sharded learner's weights are gathered by all together."""
         death = self._death or "it lives, but not those of all other processes"
-        is_alone = self._accelerator.num_processes == 1
-        is_hung = any(self._on_all(self.engine.is_hung))
         if self._name is None or self._args.on_engine_death == "stop":
             self._stop(death)
-        if is_hung and not is_alone:
-            self._stop(death, "With several processes a hanging engine can't be rebuilt")
         if self._num_rebuilds_in_a_row == _MAX_REBUILDS_IN_A_ROW:
             self._stop(death, f"It was rebuilt {_MAX_REBUILDS_IN_A_ROW} times in a row")
         self._num_rebuilds_in_a_row += 1

@@ -134,11 +134,6 @@ class RolloutEngine(ABC):
         """Why the engine answers nobody any more; None while it lives."""
         return None
 
-    @property
-    def is_hung(self) -> bool:
-        """Whether it died in a call that never came back, so that closing it frees nothing."""
-        return False
-
     def stats(self) -> EngineStats | None:
         """Counters for metrics; None where the engine keeps none."""
         return None

@@ -129,10 +129,6 @@ class TorchRolloutEngine(RolloutEngine):
     def death(self) -> str | None:
         return self._driver.death
 
-    @property
-    def is_hung(self) -> bool:
-        return self._driver.is_hung
-
     def close(self) -> None:
         self._driver.close()
 

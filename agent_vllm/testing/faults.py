@@ -89,10 +89,6 @@ class FaultyEngine(RolloutEngine):
     def death(self) -> str | None:
         return _DEATH if self._is_dead else self._engine.death
 
-    @property
-    def is_hung(self) -> bool:
-        return self._engine.is_hung
-
     def next_seed(self) -> int:
         return self._engine.next_seed()
 
