@@ -6,10 +6,11 @@ Owns every call into vLLM. Invariant: after a reload no cache made with older we
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource, evaluating
+from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
@@ -135,11 +137,33 @@ def _skip_rank_compilation() -> None:
     setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
 
 
-def _draw_seeded_noise_alone(llm: Any) -> None:
-    """On CPU vLLM draws noise for all rows and then anew for seeded ones, which all of ours are."""
-    runner = llm.model_executor.driver_worker.model_runner
-    sampler = runner.sampler.topk_topp_sampler
-    sampler.forward = sampler.forward_native  # the same tokens for the same seeds
+def _draw_our_noise(llm: Any) -> None:
+    """On CPU vLLM draws noise for all rows and then anew for seeded ones, which all of ours are.
+
+    Ours is that of `noise`, drawn once. Rows without a generator are greedy; vLLM overrules what is
+    drawn for them.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    streams: WeakKeyDictionary[torch.Generator, NoiseStream] = WeakKeyDictionary()
+
+    def sample(
+        logits: torch.Tensor,  # [B, V]
+        generators: Mapping[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = apply_top_k_top_p(logits, k, p)
+        noise = torch.ones_like(logits, dtype=torch.float32)
+        for row, generator in generators.items():
+            if generator not in streams:
+                streams[generator] = noise_stream(generator.initial_seed(), logits.device)
+            fill_with_noise(noise[row], streams[generator])
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        chosen = logits.softmax(-1, dtype=torch.float32).div_(noise).argmax(-1)
+        return chosen, logprobs
+
+    llm.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler.forward = sample
 
 
 class VLLMStepper:
@@ -153,7 +177,7 @@ class VLLMStepper:
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
         if _on_cpu():
-            _draw_seeded_noise_alone(self._llm)
+            _draw_our_noise(self._llm)
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
