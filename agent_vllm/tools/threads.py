@@ -1,13 +1,15 @@
 """Work on threads that somebody waits for only so long.
 
-Owns the threads whose time ran out. Invariant: the wait ends in time; a thread that nobody waits
-for is interrupted, and only so many may hang.
+Owns the threads that calls run on. A thread does one call after another, as starting one takes
+longer than most of what an event loop does for a call. Invariant: the wait ends in time; a thread
+whose call nobody waits for any more is interrupted and never used again, and only so many may hang.
 """
 
 import asyncio
 import contextlib
 import contextvars
 import ctypes
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -18,7 +20,11 @@ from agent_vllm.tools.results import ToolFailure
 T = TypeVar("T")
 
 MAX_HANGING_CALLS = 64
+_IDLE_S = 2.0  # a thread without a call ends after this time
 
+# Each of these is changed by single operations that no other thread can come between.
+_idle: list["_Worker"] = []
+_running: dict[Future, "_Worker"] = {}  # whoever takes a call out decides about its thread
 _hanging: set[threading.Thread] = set()
 
 
@@ -34,7 +40,7 @@ def interrupt(thread: threading.Thread) -> None:
 
 
 async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | None) -> T:
-    """What `work` returns or raises, on a thread of its own.
+    """What `work` returns or raises, on a thread that does nothing else meanwhile.
 
     Raises:
         TimeoutError: `work` took longer; its thread was interrupted.
@@ -43,16 +49,57 @@ async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | No
     _refuse_to_pile_up()
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=context.run, args=(_run, work, outcome), daemon=True, name=f"tool {name}"
-    )
-    thread.start()
+    _free_worker().begin(lambda: context.run(_run, work, outcome), outcome, name)
     try:
         return await asyncio.wait_for(asyncio.wrap_future(outcome), timeout_s)
     except (TimeoutError, asyncio.CancelledError):
-        _hanging.add(thread)
-        interrupt(thread)
+        worker = _running.pop(outcome, None)
+        if worker is not None:  # else it has just ended
+            _hanging.add(worker)
+            interrupt(worker)
         raise
+
+
+class _Worker(threading.Thread):
+    """Does calls until none comes for a while, or until one of them is given up."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future]] = queue.SimpleQueue()
+
+    def begin(self, call: Callable[[], None], outcome: Future, name: str) -> None:
+        self.name = f"tool {name}"
+        _running[outcome] = self
+        self._calls.put((call, outcome))
+        if self.ident is None:
+            self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(Interrupted):
+            while (next_call := self._next()) is not None:
+                call, outcome = next_call
+                call()
+                if _running.pop(outcome, None) is None:
+                    return  # given up: an interrupt may still come
+                del next_call, call, outcome  # an idle thread keeps nothing alive
+                _idle.append(self)
+
+    def _next(self) -> tuple[Callable[[], None], Future] | None:
+        try:
+            return self._calls.get(timeout=_IDLE_S)
+        except queue.Empty:
+            try:
+                _idle.remove(self)
+            except ValueError:  # somebody has taken it for a call that is on its way
+                return self._calls.get()
+            return None
+
+
+def _free_worker() -> _Worker:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Worker()
 
 
 def _refuse_to_pile_up() -> None:
