@@ -1,25 +1,25 @@
 """vLLM inside this process: how it is built, stepped, given weights and ended.
 
-Owns every call into vLLM. Invariant: after a reload no cache made with older weights is used.
+Owns every call into vLLM, with `vllm_cpu`. Invariant: after a reload no cache made with older
+weights is used.
 """
 
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from agent_vllm.engines import vllm_cpu
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource, evaluating
-from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
@@ -27,12 +27,6 @@ from agent_vllm.types import Completion
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
 _CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about a second a GiB
 _CPU_MAX_BATCHED_TOKENS = 8192
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +41,7 @@ class VLLMOptions:
     further: dict[str, Any]
 
     def engine_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        device = self._cpu_args(config) if _on_cpu() else self._cuda_args()
+        device = self._cpu_args(config) if vllm_cpu.is_cpu() else self._cuda_args()
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
@@ -101,8 +95,10 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         from vllm import EngineArgs, LLMEngine
 
         _prepare_architecture(source.config.architectures)
-        if _on_cpu():
-            _skip_rank_compilation()
+        if vllm_cpu.is_cpu():
+            vllm_cpu.skip_rank_compilation()
+            if vllm_cpu.is_small(source.shapes, options.dtype):
+                stack.enter_context(vllm_cpu.unpacked_weights())
         path, load_format = source.path, "auto"
         if path is None:
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
@@ -127,45 +123,6 @@ def _prepare_architecture(architectures: list[str] | None) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def _skip_rank_compilation() -> None:
-    """The rank of a sampled token, which nobody reads here, is compiled on first use: 5 to 17 s."""
-    from vllm.v1.sample import sampler
-
-    def count(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return (logits >= values).sum(-1)
-
-    setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
-
-
-def _draw_our_noise(llm: Any) -> None:
-    """On CPU vLLM draws noise for all rows and then anew for seeded ones, which all of ours are.
-
-    Ours is that of `noise`, drawn once. Rows without a generator are greedy; vLLM overrules what is
-    drawn for them.
-    """
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    streams: WeakKeyDictionary[torch.Generator, NoiseStream] = WeakKeyDictionary()
-
-    def sample(
-        logits: torch.Tensor,  # [B, V]
-        generators: Mapping[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = apply_top_k_top_p(logits, k, p)
-        noise = torch.ones_like(logits, dtype=torch.float32)
-        for row, generator in generators.items():
-            if generator not in streams:
-                streams[generator] = noise_stream(generator.initial_seed(), logits.device)
-            fill_with_noise(noise[row], streams[generator])
-        logprobs = logits.log_softmax(-1, dtype=torch.float32)
-        chosen = logits.softmax(-1, dtype=torch.float32).div_(noise).argmax(-1)
-        return chosen, logprobs
-
-    llm.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler.forward = sample
-
-
 class VLLMStepper:
     """The driver's engine: `LLMEngine.add_request` and `step`."""
 
@@ -176,8 +133,9 @@ class VLLMStepper:
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
-        if _on_cpu():
-            _draw_our_noise(self._llm)
+        if vllm_cpu.is_cpu():
+            vllm_cpu.draw_our_noise(self._llm)
+        self._is_unpacked = vllm_cpu.is_cpu() and vllm_cpu.is_unpacked(self._llm)
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
         self._internal_ids: dict[GenerationRequest, str] = {}
@@ -239,9 +197,12 @@ class VLLMStepper:
         self._llm.abort_request(ids, internal=True)
 
     def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load by vLLM's layer-wise reload, which also repacks weights; then drop the caches."""
+        """Load, by vLLM's layer-wise reload where weights are packed; then drop the caches."""
         with random_state_kept():
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._is_unpacked:
+                vllm_cpu.load_unpacked(self._llm, weights)
+            else:
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError(
                 "vLLM refused to reset its prefix cache, so tokens would come from old weights. "
