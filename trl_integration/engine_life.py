@@ -1,18 +1,30 @@
-"""The rollout engine through a training run: built from the learner, kept on its weights, closed.
+"""The rollout engine through a training run: built from the learner, kept on its weights, replaced
+when it is dead, closed.
 
-Owns when weights go to the engine. Invariant: `ensure_current` leaves the engine on the learner's
-current weights.
+Owns when weights go to the engine and what its death means for the run. Invariant: `ensure_current`
+leaves a live engine on the learner's current weights, or ends the run. Processes decide together,
+before and after a rollout, so that none waits for another that has stopped.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
+from agent_vllm.errors import EngineDeadError
+from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
+
+_MAX_REBUILDS_IN_A_ROW = 3  # without a rollout in between after which all engines lived
+
+
+class RolloutLost(Exception):
+    """The engines failed every trajectory; the rollout is made again once there is a live one."""
 
 
 class EngineLife:
@@ -21,9 +33,11 @@ class EngineLife:
     Args:
         engine: the name of the engine that is built here, or an engine that the caller closes.
         learner: the model as it is now, without accelerate's wrappers.
+        save_state: saves a checkpoint and says where; None where there is nothing to save.
 
     Attributes:
         sync_seconds: what the syncs so far took together.
+        num_rebuilds: engines that were built in the place of a dead one.
     """
 
     def __init__(
@@ -34,18 +48,28 @@ class EngineLife:
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         learner: Callable[[], PreTrainedModel],
+        save_state: Callable[[], str | None],
     ) -> None:
         self._args = args
         self._accelerator = accelerator
         self._tokenizer = tokenizer
         self._learner = learner
-        self._is_ours = isinstance(engine, str)
+        self._save_state = save_state
+        self._name = engine if isinstance(engine, str) else None
         self._is_current = False
+        self._verdict: str | None = None  # why the engine counts as dead, whatever it says
+        self._num_rebuilds_in_a_row = 0
+        self.num_rebuilds = 0
         self.sync_seconds = 0.0
         self.engine = self._build(engine) if isinstance(engine, str) else engine
 
     def sync(self) -> dict[str, float]:
-        """Give the engine the learner's current weights; returns metrics."""
+        """Give the engine the learner's current weights; returns metrics.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+        """
+        self._is_current = False
         start_s = time.perf_counter()
         model = self._learner()
         self.engine.update_policy(model)
@@ -55,9 +79,43 @@ class EngineLife:
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
+    def after_step(self) -> dict[str, float]:
+        """The learner has moved on. A dead engine is left to `ensure_current`; returns metrics."""
+        self._is_current = False
+        if not any(self._on_all(self._death is not None)):
+            with contextlib.suppress(EngineDeadError):  # it died just now
+                return self.sync()
+        self.engine.policy_version += 1  # of the weights that its successor will hold
+        return {}
+
     def ensure_current(self) -> dict[str, float]:
-        """Sync if the learner may have changed since the last time; returns metrics."""
-        return {} if self._is_current else self.sync()
+        """Before a rollout: a live engine, synced if the learner may have changed since.
+
+        Returns:
+            Metrics.
+
+        Raises:
+            EngineDeadError: the engine is dead and not to be replaced; says where the state is.
+        """
+        if any(self._on_all(self._death is not None)):
+            self._replace()
+        if not self._is_current:
+            with contextlib.suppress(EngineDeadError):  # so the rollout will be lost
+                return self.sync()
+        return {}
+
+    def is_lost(self, trajectories: Sequence[Trajectory]) -> bool:
+        """After a rollout: whether the engines failed every trajectory of all processes.
+
+        An engine that failed all of its own counts as dead, whatever it says.
+        """
+        errors = [t.error for t in trajectories if t.stop_reason is StopReason.ENGINE_ERROR]
+        is_lost = len(errors) == len(trajectories)
+        if is_lost:
+            self._verdict = f"it failed all {len(errors)} trajectories, the first with: {errors[0]}"
+        if not any(self._on_all(self._death is not None)):
+            self._num_rebuilds_in_a_row = 0
+        return all(self._on_all(is_lost))
 
     def learner_changed(self) -> None:
         """The learner's weights are not the engine's any more, or nobody knows."""
@@ -65,8 +123,66 @@ class EngineLife:
 
     def close(self) -> None:
         """Close the engine if it was built here."""
-        if self._is_ours:
+        if self._name is not None:
             self.engine.close()
+
+    # ---- death ----
+
+    @property
+    def _death(self) -> str | None:
+        return self._verdict or self.engine.death
+
+    def _on_all(self, flag: bool) -> list[bool]:
+        """Each process's flag."""
+        mine = torch.tensor([flag], device=self._accelerator.device)
+        return self._accelerator.gather(mine).tolist()
+
+    def _replace(self) -> None:
+        """A new engine on all processes: vLLM's process groups are made by all of them together."""
+        death = self._death or "it lives, but not those of all other processes"
+        is_alone = self._accelerator.num_processes == 1
+        is_hung = any(self._on_all(self.engine.is_hung))
+        if self._name is None or self._args.on_engine_death == "stop":
+            self._stop(death)
+        if is_hung and not is_alone:
+            self._stop(death, "With several processes a hanging engine can't be rebuilt")
+        if self._num_rebuilds_in_a_row == _MAX_REBUILDS_IN_A_ROW:
+            self._stop(death, f"It was rebuilt {_MAX_REBUILDS_IN_A_ROW} times in a row")
+        self._num_rebuilds_in_a_row += 1
+        self.num_rebuilds += 1
+        self._accelerator.print(
+            f"Warning: the rollout engine is dead ({death}); building a new one."
+        )
+        failure = self._rebuild(self._name)
+        if any(self._on_all(failure is not None)):
+            self._stop(death, f"A new one could not be built: {failure}")
+
+    def _rebuild(self, name: str) -> str | None:
+        """Put a new engine in the old one's place; returns what went wrong."""
+        version = self.engine.policy_version
+        try:
+            self.engine.close()
+        except Exception as error:  # what killed it may also keep it from ending well
+            self._accelerator.print(f"Warning: the dead engine did not close: {error}")
+        try:
+            self.engine = self._build(name)
+            self.engine.update_policy(self._learner())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        self.engine.policy_version = version
+        self._verdict = None
+        self._is_current = True
+        return None
+
+    def _stop(self, *reasons: str) -> NoReturn:
+        folder = self._save_state()
+        told = "".join(f"{reason.removesuffix('.')}. " for reason in reasons)
+        if folder is not None:
+            told += (
+                "The run's state is saved: go on in a new process with "
+                f"`trainer.train(resume_from_checkpoint={folder!r})`."
+            )
+        raise EngineDeadError(f"The rollout engine is dead: {told.strip()}")
 
     def _build(self, name: str) -> RolloutEngine:
         options: dict[str, Any] = {"seed": self._args.seed + self._accelerator.process_index}
@@ -83,15 +199,15 @@ class SyncAfterSteps(TrainerCallback):
 
     Args:
         learner_changed: called when training begins.
-        sync: called after each step.
+        after_step: called after each step.
     """
 
-    def __init__(self, learner_changed: Callable[[], Any], sync: Callable[[], Any]) -> None:
+    def __init__(self, learner_changed: Callable[[], Any], after_step: Callable[[], Any]) -> None:
         self._learner_changed = learner_changed
-        self._sync = sync
+        self._after_step = after_step
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._learner_changed()  # a checkpoint may just have been loaded
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._sync()
+        self._after_step()

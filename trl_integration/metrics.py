@@ -39,6 +39,7 @@ class _Figures:
     seconds: float
     overlap_s: float
     stats: EngineStats | None
+    num_retries: int
 
 
 def rollout_metrics(
@@ -46,6 +47,7 @@ def rollout_metrics(
     *,
     seconds: float,
     stats: EngineStats | None = None,
+    num_retries: int = 0,
 ) -> tuple[dict[str, float], int]:
     """Metrics by name, and the prompt and sampled tokens of all processes together.
 
@@ -54,6 +56,7 @@ def rollout_metrics(
     Args:
         seconds: that the rollout took on this process.
         stats: what the engine did for it, where the engine can tell.
+        num_retries: requests that were made once more.
     """
     figures = _Figures(
         rows=[_row(t) for t in trajectories],
@@ -62,6 +65,7 @@ def rollout_metrics(
         seconds=seconds,
         overlap_s=_overlap_s(trajectories),
         stats=stats,
+        num_retries=num_retries,
     )
     ranks: list[_Figures] = gather_object([figures])
     rows = torch.tensor([row for rank in ranks for row in rank.rows], dtype=torch.float64)
@@ -71,6 +75,7 @@ def rollout_metrics(
         **_rollout_metrics(column, ranks),
         **_tool_metrics([call for rank in ranks for call in rank.calls], len(rows)),
         **_engine_metrics([rank.stats for rank in ranks if rank.stats is not None]),
+        "engine/retries": float(sum(rank.num_retries for rank in ranks)),
     }
     return metrics, int((column["prompt"] + column["sampled"]).sum().item())
 

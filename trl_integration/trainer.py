@@ -5,30 +5,32 @@ code, which does the rest: rewards, advantages, loss, logging, saving. Invariant
 sampled with the learner's current weights.
 """
 
+import contextlib
 import inspect
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
-from agent_vllm.errors import EngineError
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.inspect.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, tool_name, tools_by_name
-from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.types import Trajectory
 from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.checks import check_arguments, check_setup
 from trl_integration.config import AgentGRPOConfig
-from trl_integration.engine_life import EngineLife, SyncAfterSteps
+from trl_integration.engine_life import EngineLife, RolloutLost, SyncAfterSteps
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import GapMeter, ledger_metrics, rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
@@ -129,6 +131,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             accelerator=self.accelerator,
             tokenizer=self._tokenizer,
             learner=lambda: self.accelerator.unwrap_model(self.model),
+            save_state=self._save_state,
         )
         self._gap = GapMeter()
         self._rollouts_at: dict[tuple[str, int], int] = {}  # how many at this mode and step
@@ -136,7 +139,12 @@ class AgentGRPOTrainer(GRPOTrainer):
         if args.record_rollouts:
             rank = self.accelerator.process_index
             self._record = TrainingRecord(args.output_dir, rank, self._tokenizer, redact_rollouts)
-        self.add_callback(SyncAfterSteps(self.engine_life.learner_changed, self.sync_engine))
+        self.add_callback(
+            SyncAfterSteps(
+                self.engine_life.learner_changed,
+                lambda: self._append_metrics("train", self.engine_life.after_step()),
+            )
+        )
 
     def close(self) -> None:
         """Close the engine that this trainer built, and the record."""
@@ -165,6 +173,14 @@ class AgentGRPOTrainer(GRPOTrainer):
         self._append_metrics("train", self.engine_life.sync())
         return self.rollout_engine.policy_version
 
+    def _save_state(self) -> str | None:
+        """Saves a checkpoint where the steps have theirs; its folder, None outside of training."""
+        if not self.is_in_train:
+            return None
+        self._save_checkpoint(self.model, trial=None)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        return os.path.join(self.args.output_dir, name)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if not self.is_in_train:  # nothing tells when weights change outside of training
             self.engine_life.learner_changed()
@@ -173,9 +189,12 @@ class AgentGRPOTrainer(GRPOTrainer):
     # ---- rollouts, in the order in which TRL calls these ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        inputs = [dict(row) for row in inputs]  # TRL adds columns, and samplers repeat row objects
         self._rows = [dict(row) for row in inputs]  # without what TRL adds
-        output = super()._generate_and_score_completions(inputs)
+        output = None
+        while output is None:
+            rows = [dict(row) for row in inputs]  # TRL adds columns, samplers repeat row objects
+            with contextlib.suppress(RolloutLost):  # environments are reset for another try
+                output = super()._generate_and_score_completions(rows)
         if self.args.old_logprobs == "sampler":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         trained = self._leave_out(output)
@@ -209,7 +228,8 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         self._append_metrics("train", self.engine_life.ensure_current())
         self.trajectories = self._rollout(prompts)
-        self._check_engine_answered()
+        if self.engine_life.is_lost(self.trajectories):
+            self._give_up_rollout()
         self._gap.expect(self._mode, self.rollout_engine.policy_version)
         fields = to_trl(
             self.trajectories,
@@ -252,7 +272,7 @@ class AgentGRPOTrainer(GRPOTrainer):
                 seed=self._seed,
                 status=status,
             )
-        self._rollout_s = status.elapsed_s
+        self._rollout_s, self._num_retries = status.elapsed_s, status.num_retries
         self._rollout_seconds += self._rollout_s
         stats = self.rollout_engine.stats()
         self._engine_stats = stats and stats_before and stats.since(stats_before)
@@ -334,21 +354,24 @@ class AgentGRPOTrainer(GRPOTrainer):
         text = f"{self.args.seed}/{self.accelerator.process_index}/{key}/{self._rollouts_at[key]}"
         return random.Random(text).getrandbits(63)
 
-    def _check_engine_answered(self) -> None:
-        """An engine that answered nobody is dead; going on would train on nothing."""
-        reasons = {trajectory.stop_reason for trajectory in self.trajectories}
-        if reasons == {StopReason.ENGINE_ERROR}:
-            raise EngineError(
-                f"The engine failed on all {len(self.trajectories)} trajectories of the rollout at "
-                f"step {self.state.global_step}; the first error: {self.trajectories[0].error}"
-            )
+    def _give_up_rollout(self) -> NoReturn:
+        """Nothing came of it: it goes into the record, and its seed to the next try."""
+        num_rows = len(self.trajectories)
+        if self._record is not None:
+            self._rewards = torch.full((num_rows, len(self.reward_func_names)), torch.nan)
+            nothing = torch.zeros(num_rows)
+            self._record.write(self._recorded_rollout(nothing, [False] * num_rows))
+        self._rollouts_at = {key: number - 1 for key, number in self._rollouts_at.items()}
+        raise RolloutLost
 
     def _log_rollout(self, mode: str) -> None:
         metrics, num_tokens = rollout_metrics(
             self.trajectories,
             seconds=self._rollout_s,
             stats=self._engine_stats,
+            num_retries=self._num_retries,
         )
+        metrics["engine/rebuilds"] = float(self.engine_life.num_rebuilds)
         if mode == "train":
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]

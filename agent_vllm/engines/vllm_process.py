@@ -234,6 +234,10 @@ class VLLMStepper:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze what it allocated
+        del self._llm  # a successor needs the memory
+        if torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()
         _process_groups.release(self)
 
 

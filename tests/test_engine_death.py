@@ -1,0 +1,383 @@
+"""An engine that fails, runs out of memory, hangs or dies in training: real engines whose step is
+made to, in the real trainer. A run that goes on is the run that it would have been."""
+
+import functools
+import re
+import threading
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from agent_vllm import StopReason, TorchRolloutEngine, collate
+from agent_vllm.errors import EngineDeadError
+from agent_vllm.inspect import read_rollouts
+from agent_vllm.logprobs import predicted_logprobs
+from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+
+ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
+FAILED_ALL = "it failed all 8 trajectories, the first with: "
+RAISED = "The engine failed: RuntimeError: on purpose"
+HUNG = "The engine hangs: it has made no progress for 2 s."
+
+
+def rows(num_rows=16):
+    return Dataset.from_list(make_tasks("train", num_rows, kinds=SMALL_KINDS))
+
+
+def steps_of(engine):
+    """What has the engine's step."""
+    return engine._batch if isinstance(engine, TorchRolloutEngine) else engine._stepper._llm
+
+
+class Breaker(TrainerCallback):
+    """Puts another step into the trainer's engine before an optimizer step."""
+
+    trainer = None
+
+    def __init__(self, at_step, make_step):
+        self.at_step, self.make_step = at_step, make_step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.at_step:
+            self.break_engine()
+
+    def break_engine(self):
+        steps = steps_of(self.trainer.rollout_engine)
+        steps.step = self.make_step(steps.step)
+
+
+@pytest.fixture
+def comes_back():
+    """Set at the end, for the threads that were left behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def raising(_):
+    def step():
+        raise RuntimeError("on purpose")
+
+    return step
+
+
+def out_of_memory_once(step):
+    failures = iter([torch.OutOfMemoryError("on purpose")])
+
+    def failing_step():
+        for failure in failures:
+            raise failure
+        return step()
+
+    return failing_step
+
+
+def build(agent_path, folder, engine="torch", breaker=None, model=None, **settings):
+    """A trainer on the small agent; an engine that it builds is watched closely."""
+    if isinstance(engine, str):
+        settings["rollout_engine_kwargs"] = {"hang_s": 2}
+    args = AgentGRPOConfig(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=100,
+        max_turns=3,
+        learning_rate=5e-4,
+        lr_scheduler_type="constant",
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        record_rollouts=True,
+        **settings,
+    )
+    trainer = AgentGRPOTrainer(
+        model=model or AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32"),
+        reward_funcs=correct_reward,
+        args=args,
+        train_dataset=rows(),
+        processing_class=AutoTokenizer.from_pretrained(agent_path),
+        tools=[calculator, get_weather, get_price],
+        rollout_engine=engine,
+        callbacks=[breaker] if breaker else None,
+    )
+    if breaker:
+        breaker.trainer = trainer
+    return trainer
+
+
+@pytest.fixture
+def make_trainer(agent_path, tmp_path):
+    trainers = []
+
+    def make(engine="torch", **options):
+        trainers.append(build(agent_path, tmp_path / "out", engine, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def plain(agent_path, tmp_path_factory):
+    """The run in which nothing happens, once for each engine."""
+
+    @functools.cache
+    def run(engine):
+        trainer = build(agent_path, tmp_path_factory.mktemp(engine), engine)
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    return run
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def records(trainer, **where):
+    found = read_rollouts(f"{trainer.args.output_dir}/rollouts.jsonl")
+    return [r for r in found if all(r[key] == value for key, value in where.items())]
+
+
+def story(trainer):
+    """What each trained trajectory was, step by step."""
+    return [
+        (r["step"], r["seed"], r["completion_ids"], r["advantage"])
+        for r in records(trainer, trained=True)
+    ]
+
+
+def versions(trainer):
+    return [r["policy_versions"] for r in records(trainer, trained=True)]
+
+
+def logged(trainer, name):
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def assert_same_run(trainer, plain):
+    assert story(trainer) == story(plain)
+    # who shares a batch depends on how fast tools are, and the last bit of a logprob on that
+    torch.testing.assert_close(parameters(trainer), parameters(plain), atol=1e-4, rtol=0)
+
+
+# ---- the run goes on ----
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_out_of_memory_in_a_step_costs_a_retry_and_nothing_else(make_trainer, plain, engine):
+    trainer = make_trainer(engine, breaker=Breaker(1, out_of_memory_once))
+    trainer.train()
+    assert_same_run(trainer, plain(engine))
+    assert logged(trainer, "engine/retries") == [0.0, 8.0, 0.0]
+    assert logged(plain(engine), "engine/retries") == [0.0] * 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
+    make_trainer, plain, engine, fault, comes_back, capsys
+):
+    step = raising if fault == "raises" else lambda _: comes_back.wait
+    trainer = make_trainer(engine, breaker=Breaker(1, step), on_engine_death="rebuild")
+    first = trainer.rollout_engine
+    trainer.train()
+    assert_same_run(trainer, plain(engine))
+    assert versions(trainer) == versions(plain(engine))
+    assert trainer.rollout_engine is not first
+    assert first.is_hung == (fault == "hangs")
+    assert trainer.rollout_engine.policy_version == 1 + 3
+    assert logged(trainer, "engine/rebuilds") == [0.0, 1.0, 1.0]
+    lost = records(trainer, trained=False, step=1)
+    error = RAISED if fault == "raises" else HUNG
+    assert [(r["stop_reason"], r["error"]) for r in lost] == [("engine_error", error)] * 8
+    assert f"is dead ({FAILED_ALL}{error})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rebuilt_engine_samples_with_the_learners_weights(make_trainer, engine):
+    trainer = make_trainer(engine, on_engine_death="rebuild")
+    with torch.no_grad():  # far from the weights that the engine was built with
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
+    breaker = Breaker(None, raising)
+    breaker.trainer = trainer
+    breaker.break_engine()
+    trainer._generate_and_score_completions([row for row in rows(2) for _ in range(4)])
+    assert trainer.engine_life.num_rebuilds == 1
+    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    with torch.no_grad():
+        logits = trainer.model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    learner = predicted_logprobs(logits, batch.input_ids) * batch.completion_mask
+    assert (learner - batch.old_per_token_logps).abs().max() <= 1e-5
+    assert batch.completion_mask.sum() > 0
+
+
+def test_what_was_finished_before_the_death_is_trained(make_trainer):
+    """The engine answers one batch of turns and then nobody."""
+
+    def only_one_batch(step):
+        answers = iter([step])
+        return lambda: next(answers, raising(None))()
+
+    breaker = Breaker(1, only_one_batch)
+    trainer = make_trainer(breaker=breaker, on_engine_death="rebuild")
+    trainer.train()
+    reasons = {r["stop_reason"] for r in records(trainer, step=1, trained=True)}
+    lost = records(trainer, step=1, trained=False)
+    assert "engine_error" not in reasons and {r["stop_reason"] for r in lost} == {"engine_error"}
+    assert 0 < len(lost) < 8 and all(sum(r["completion_mask"]) > 0 for r in lost)
+    assert all(r["rewards"] == {"correct_reward": None} for r in lost)
+    # no step more failed after those two; the engine is not dead, and its steps work no more
+    assert [len(records(trainer, step=2, trained=is_in)) for is_in in (True, False)] == [8, 8]
+    assert logged(trainer, "engine/rebuilds") == [0.0, 0.0, 1.0]
+
+
+# ---- the run stops ----
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_run_is_saved_and_goes_on_as_if_nothing_had_been(
+    make_trainer, plain, engine, comes_back
+):
+    trainer = make_trainer(engine, breaker=Breaker(1, lambda _: comes_back.wait))
+    with pytest.raises(EngineDeadError) as caught:
+        trainer.train()
+    trainer.close()
+    folder = f"{trainer.args.output_dir}/checkpoint-1"
+    assert str(caught.value) == (
+        f"The rollout engine is dead: {FAILED_ALL}{HUNG} The run's state is saved: go on in a new "
+        f"process with `trainer.train(resume_from_checkpoint={folder!r})`."
+    )
+    again = make_trainer(engine)
+    again.train(resume_from_checkpoint=folder)
+    assert_same_run(again, plain(engine))
+    assert len(records(again, trained=False)) == 8
+
+
+def test_a_death_before_the_first_step_can_be_resumed_too(make_trainer, plain):
+    trainer = make_trainer(breaker=Breaker(0, raising))
+    with pytest.raises(EngineDeadError, match="checkpoint-0"):
+        trainer.train()
+    again = make_trainer()
+    again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-0")
+    assert_same_run(again, plain("torch"))
+
+
+def test_your_own_engine_is_not_rebuilt(make_trainer, agent):
+    with TorchRolloutEngine(*agent) as engine:
+        trainer = make_trainer(engine, model=agent[0], on_engine_death="rebuild")
+        steps_of(engine).step = raising(None)
+        with pytest.raises(EngineDeadError, match=re.escape(FAILED_ALL + RAISED)):
+            trainer._generate_and_score_completions([row for row in rows(2) for _ in range(4)])
+        assert trainer.engine_life.num_rebuilds == 0
+
+
+def break_every_new_engine(trainer):
+    build = trainer.engine_life._build
+
+    def build_broken(name):
+        engine = build(name)
+        steps_of(engine).step = raising(None)
+        return engine
+
+    trainer.engine_life._build = build_broken
+
+
+def test_a_machine_on_which_every_engine_dies_is_given_up(make_trainer):
+    trainer = make_trainer(breaker=Breaker(1, raising), on_engine_death="rebuild")
+    break_every_new_engine(trainer)
+    with pytest.raises(EngineDeadError, match="It was rebuilt 3 times in a row"):
+        trainer.train()
+    assert len(records(trainer, step=1)) == 4 * 8
+    assert trainer.engine_life.num_rebuilds == 3
+
+
+def test_a_rollout_in_between_clears_the_count(make_trainer):
+    trainer = make_trainer(on_engine_death="rebuild")
+    batch = [row for row in rows(2) for _ in range(4)]
+    for num_rebuilds in range(1, 6):
+        steps_of(trainer.rollout_engine).step = raising(None)
+        trainer._generate_and_score_completions(batch)
+        assert trainer.engine_life.num_rebuilds == num_rebuilds
+        assert StopReason.ENGINE_ERROR not in {t.stop_reason for t in trainer.trajectories}
+
+
+def test_an_engine_that_can_not_be_built_again_ends_the_run(make_trainer):
+    trainer = make_trainer(breaker=Breaker(1, raising), on_engine_death="rebuild")
+
+    def build(name):
+        raise RuntimeError("no memory for it")
+
+    trainer.engine_life._build = build
+    told = "A new one could not be built: RuntimeError: no memory for it"
+    with pytest.raises(EngineDeadError, match=told):
+        trainer.train()
+
+
+# ---- other processes ----
+
+
+class OtherProcess:
+    """The trainer's accelerator beside a process whose flags are given."""
+
+    num_processes = 2
+    process_index = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *flags):
+        self.flags = list(flags)
+
+    def gather(self, mine):
+        return torch.cat([mine, torch.tensor([self.flags.pop(0)])])
+
+    def print(self, text):
+        self.printed = text
+
+
+def test_processes_decide_together(make_trainer):
+    """The engine here lives; that of the other process has died."""
+    trainer = make_trainer()
+    life = trainer.engine_life
+    life.ensure_current()
+    life._accelerator = OtherProcess(True, True, False)
+    version = trainer.rollout_engine.policy_version
+    assert life.after_step() == {}  # no sync that the other would not take part in
+    assert trainer.rollout_engine.policy_version == version + 1
+    with pytest.raises(EngineDeadError, match="it lives, but not those of all other processes"):
+        life.ensure_current()
+    assert life._accelerator.flags == []
+
+
+@pytest.mark.parametrize(("is_hung", "num_rebuilds"), [(False, 1), (True, 0)])
+def test_processes_rebuild_together_or_not_at_all(make_trainer, is_hung, num_rebuilds):
+    trainer = make_trainer(on_engine_death="rebuild")
+    life, first = trainer.engine_life, trainer.rollout_engine
+    life._accelerator = OtherProcess(True, is_hung, False)
+    if is_hung:
+        with pytest.raises(EngineDeadError, match="a hanging engine can't be rebuilt"):
+            life.ensure_current()
+    else:
+        life.ensure_current()
+    assert life.num_rebuilds == num_rebuilds
+    assert (trainer.rollout_engine is first) == is_hung
+
+
+@pytest.mark.parametrize("other_lost", [True, False])
+def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lost):
+    trainer = make_trainer()
+    steps_of(trainer.rollout_engine).step = raising(None)
+    trainer._rows = [dict(row) for row in rows(1)]
+    trajectories = trainer._rollout([row["prompt"] for row in trainer._rows])
+    trainer.engine_life._accelerator = OtherProcess(False, other_lost)
+    assert trainer.engine_life.is_lost(trajectories) == other_lost
