@@ -52,6 +52,12 @@ def engine(request, agent):
         yield request.getfixturevalue(request.param)
 
 
+@pytest.mark.vllm
+def test_the_packed_engine_is_one(vllm_engine, packed_engine):
+    kinds = [engine._stepper._is_unpacked for engine in (vllm_engine, packed_engine)]
+    assert kinds == [True, False]
+
+
 def sample(engine, tokenizer, temperature):
     rows = make_tasks("train", 12, kinds=SMALL_KINDS)
     return rollout_batch(
