@@ -20,7 +20,7 @@ from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 FAILED_ALL = "it failed all 8 trajectories, the first with: "
 RAISED = "The engine failed: RuntimeError: on purpose"
-HUNG = "The engine hangs: it has made no progress for 2 s."
+HUNG = "The engine hangs: it has made no progress for 10 s."
 
 
 def rows(num_rows=16):
@@ -45,26 +45,35 @@ class Breaker(TrainerCallback):
             self.break_engine()
 
     def break_engine(self):
-        steps = steps_of(self.trainer.rollout_engine)
-        steps.step = self.make_step(steps.step)
+        engine = self.trainer.rollout_engine
+        steps_of(engine).step = self.make_step(steps_of(engine).step, engine)
 
 
 @pytest.fixture
-def comes_back():
-    """Set at the end, for the threads that were left behind."""
-    event = threading.Event()
-    yield event
-    event.set()
+def hanging():
+    """A step that comes back only at the test's end; the threads in it then end too."""
+    end, threads = threading.Event(), []
+
+    def step(engine):
+        threads.append(threading.current_thread())
+        engine._driver._progress_at = 0.0  # as if it had been in here for long
+        end.wait()
+        return []
+
+    yield lambda _, engine: functools.partial(step, engine)
+    end.set()
+    for thread in threads:
+        thread.join(30)
 
 
-def raising(_):
+def raising(*_):
     def step():
         raise RuntimeError("on purpose")
 
     return step
 
 
-def out_of_memory_once(step):
+def out_of_memory_once(step, _):
     failures = iter([torch.OutOfMemoryError("on purpose")])
 
     def failing_step():
@@ -78,7 +87,7 @@ def out_of_memory_once(step):
 def build(agent_path, folder, engine="torch", breaker=None, model=None, **settings):
     """A trainer on the small agent; an engine that it builds is watched closely."""
     if isinstance(engine, str):
-        settings["rollout_engine_kwargs"] = {"hang_s": 2}
+        settings["rollout_engine_kwargs"] = {"hang_s": 10}
     args = AgentGRPOConfig(
         output_dir=str(folder),
         max_steps=3,
@@ -186,10 +195,13 @@ def test_out_of_memory_in_a_step_costs_a_retry_and_nothing_else(make_trainer, pl
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
-    make_trainer, plain, engine, fault, comes_back, capsys
+    make_trainer, plain, engine, fault, hanging, capfd
 ):
-    step = raising if fault == "raises" else lambda _: comes_back.wait
-    trainer = make_trainer(engine, breaker=Breaker(1, step), on_engine_death="rebuild")
+    trainer = make_trainer(
+        engine,
+        breaker=Breaker(1, raising if fault == "raises" else hanging),
+        on_engine_death="rebuild",
+    )
     first = trainer.rollout_engine
     trainer.train()
     assert_same_run(trainer, plain(engine))
@@ -201,7 +213,7 @@ def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
     lost = records(trainer, trained=False, step=1)
     error = RAISED if fault == "raises" else HUNG
     assert [(r["stop_reason"], r["error"]) for r in lost] == [("engine_error", error)] * 8
-    assert f"is dead ({FAILED_ALL}{error})" in capsys.readouterr().out
+    assert f"is dead ({FAILED_ALL}{error})" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -226,7 +238,7 @@ def test_a_rebuilt_engine_samples_with_the_learners_weights(make_trainer, engine
 def test_what_was_finished_before_the_death_is_trained(make_trainer):
     """The engine answers one batch of turns and then nobody."""
 
-    def only_one_batch(step):
+    def only_one_batch(step, _):
         answers = iter([step])
         return lambda: next(answers, raising(None))()
 
@@ -248,9 +260,9 @@ def test_what_was_finished_before_the_death_is_trained(make_trainer):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stopped_run_is_saved_and_goes_on_as_if_nothing_had_been(
-    make_trainer, plain, engine, comes_back
+    make_trainer, plain, engine, hanging
 ):
-    trainer = make_trainer(engine, breaker=Breaker(1, lambda _: comes_back.wait))
+    trainer = make_trainer(engine, breaker=Breaker(1, hanging))
     with pytest.raises(EngineDeadError) as caught:
         trainer.train()
     trainer.close()
