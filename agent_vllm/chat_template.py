@@ -212,7 +212,10 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ChatTemplateError: the content holds an image or another block that is not text.
     """
-    message = copy.deepcopy(dict(message))
+    message = {
+        key: value if isinstance(value, str) else copy.deepcopy(value)
+        for key, value in message.items()
+    }
     content = message.get("content")
     if isinstance(content, list):
         kinds = [block.get("type") if isinstance(block, dict) else block for block in content]

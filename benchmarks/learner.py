@@ -73,10 +73,10 @@ class Clock(TrainerCallback):
 
 def old_logprobs(quick: bool) -> list[Figure]:
     """B11: learner time of a step with the sampler's logprobs, and with TRL's recomputed ones."""
-    batch_size, num_steps = (4, 1) if quick else (64, 4)
+    batch_size, num_steps = (4, 1) if quick else (64, 3)
     ours = setup()
     seconds: dict[str, list[float]] = {"sampler": [], "recomputed": []}
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if quick else 2):
         for name, values in seconds.items():
             values.append(_learner_seconds(ours, name, batch_size, num_steps))
     note = ", ".join(f"{name} {min(values):.3g} s a step" for name, values in seconds.items())

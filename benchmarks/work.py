@@ -117,7 +117,10 @@ class Script:
     turns: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def __call__(self, request: GenerationRequest) -> list[int]:
-        turn = self.after(request.prompt_ids)
+        return self.turn_after(request.prompt_ids)
+
+    def turn_after(self, prompt_ids: Sequence[int]) -> list[int]:
+        turn = self.after(prompt_ids)
         assert turn is not None, "a prompt without a task"
         return turn
 

@@ -57,6 +57,19 @@ def test_goals_point_the_right_way(goal, value, holds, margin):
     assert (row["holds"], runner.margin(row)) == (holds, margin)
 
 
+def test_a_document_gets_the_same_table():
+    rows = [
+        {**figure(at_most(2), 1.5).as_json(), "machine": {"cores": 2}, "versions": {"vllm": "1"}}
+    ]
+    assert runner.markdown_table(rows).splitlines() == [
+        "cores 2, vllm 1",
+        "",
+        "| id | what | value | goal | holds | spread | note |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| X1 | a ratio | 1.5 | <= 2 | yes | 1.5 to 1.5 |  |",
+    ]
+
+
 def test_what_is_only_shown_holds_nothing():
     assert figure(SHOWN, 1.0).as_json()["holds"] is None
 
@@ -73,4 +86,7 @@ def test_a_row_that_fails_is_in_the_results(monkeypatch, tmp_path, capsys):
     assert rows == [{"id": "B9", "error": "ended with 1"}]
     runner.write_results(rows, tmp_path, quick=True)
     runner.print_table(rows)
+    assert "failed: ended with 1" in runner.markdown_table(
+        json.loads((tmp_path / "latest.json").read_text())
+    )
     assert "failed: ended with 1" in capsys.readouterr().out

@@ -1,14 +1,24 @@
 """Numerics by links: engine == a plain forward of the learner, over multi-turn trajectories.
 
-Float32, three temperatures, both engines, the prefix cache on, at the start and after each of five
+Float32, three temperatures, both engines (vLLM also with its weights packed, as those of larger
+models are on a CPU), the prefix cache on, at the start and after each of five
 optimizer steps with their syncs. The largest distance is printed.
 """
 
 import pytest
 import torch
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, collate, rollout_batch
+from agent_vllm import (
+    ChatFormat,
+    Limits,
+    TorchRolloutEngine,
+    VLLMRolloutEngine,
+    collate,
+    rollout_batch,
+)
+from agent_vllm.engines import vllm_cpu
 from agent_vllm.logprobs import logprob_gap, predicted_logprobs
 
 TOLERANCE = 1e-5
@@ -16,13 +26,36 @@ TOOLS = [calculator, get_weather, get_price]
 NUM_STEPS = 5
 
 
-@pytest.fixture(params=["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module")
+def packed_engine(agent_path):
+    tokenizer = AutoTokenizer.from_pretrained(agent_path)
+    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_cpu, "UNPACKED_LIMIT", 0)
+        engine = VLLMRolloutEngine(model, tokenizer)
+    with engine:
+        yield engine
+
+
+@pytest.fixture(
+    params=[
+        "torch",
+        pytest.param("vllm_engine", marks=pytest.mark.vllm),
+        pytest.param("packed_engine", marks=pytest.mark.vllm),
+    ]
+)
 def engine(request, agent):
     if request.param == "torch":
         with TorchRolloutEngine(*agent) as engine:
             yield engine
     else:
-        yield request.getfixturevalue("vllm_engine")
+        yield request.getfixturevalue(request.param)
+
+
+@pytest.mark.vllm
+def test_the_packed_engine_is_one(vllm_engine, packed_engine):
+    kinds = [vllm_cpu.is_unpacked(engine._stepper._llm) for engine in (vllm_engine, packed_engine)]
+    assert kinds == [True, False]
 
 
 def sample(engine, tokenizer, temperature):
@@ -50,7 +83,7 @@ def distance(model, trajectories, temperature):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_a23_engine_and_learner_agree_at_start_and_after_every_step(
-    engine, agent, temperature, capsys
+    engine, agent, temperature, capsys, request
 ):
     model, tokenizer = agent
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
@@ -68,7 +101,7 @@ def test_a23_engine_and_learner_agree_at_start_and_after_every_step(
             optimizer.step()
             optimizer.zero_grad()
     with capsys.disabled():
-        name = type(engine).__name__
+        name = request.node.callspec.params["engine"]
         print(f"\n  {name}, T={temperature}: max |engine - learner| = {max(distances):.2e}")
     assert max(distances) <= TOLERANCE, distances
     assert first_ids[0] != first_ids[-1]  # it did move

@@ -9,7 +9,7 @@ from test_weight_sync import learner
 from vllm_stand_in import StandIn
 
 from agent_vllm import VLLMRolloutEngine
-from agent_vllm.engines import vllm_engine, vllm_loading, vllm_process
+from agent_vllm.engines import vllm_cpu, vllm_engine, vllm_process
 from agent_vllm.errors import EngineBusyError, EngineError
 
 pytestmark = pytest.mark.vllm
@@ -19,10 +19,9 @@ pytestmark = pytest.mark.vllm
 def sleeper(tokenizer, monkeypatch):
     """An engine over the stand-in, with its learner."""
     monkeypatch.setattr(vllm_engine, "check_sleep_mode", lambda: None)
-    for module in (vllm_process, vllm_loading):
-        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(vllm_cpu, "is_cpu", lambda: False)
     monkeypatch.setattr(vllm_process, "_build", lambda source, options: StandIn())
-    monkeypatch.setattr(VLLMRolloutEngine, "_check_against", lambda self, model: None)
+    monkeypatch.setattr(vllm_engine, "check_against_learner", lambda *_, **__: None)
     model = learner()
     with VLLMRolloutEngine(model, tokenizer, sleep_mode=True) as engine:
         llm = engine._stepper._llm

@@ -392,6 +392,33 @@ def test_b18_threads_do_not_pile_up(monkeypatch):
     assert contents == [late, late, refused, refused, True]
 
 
+def test_calls_share_threads_but_never_one_that_was_given_up():
+    seen, release = [], threading.Event()
+
+    def note():
+        seen.append(threading.current_thread())
+
+    def hang():
+        note()
+        release.wait()
+
+    async def work():
+        runner = ToolRunner(timeout_s=None)
+        named = tools_by_name([tool(note, "note"), tool(hang, "hang")])
+        for name, timeout_s in [("note", None), ("note", None), ("hang", 1.0)]:
+            await runner.run([ask(name)], named, timeout_s)
+            while name == "note" and seen[-1] not in [worker.thread for worker in threads._idle]:
+                await asyncio.sleep(0.01)
+        release.set()
+        await runner.run([ask("note")], named)
+
+    asyncio.run(work())
+    seen[2].join(5)
+    assert seen[0] is seen[1] is seen[2]
+    assert not seen[2].is_alive()
+    assert seen[3] is not seen[2]
+
+
 def test_the_tighter_limit_wins():
     async def work(timeout_s):
         runner = ToolRunner(timeout_s=0.05)

@@ -351,9 +351,13 @@ def _check_completion(completion: Completion, request: GenerationRequest, vocab_
     ids = completion.token_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise EngineError(f"The engine sampled an id out of its vocabulary of {vocab_size}.")
-    for index, logprob in enumerate(completion.logprobs):
-        if logprob is None or not math.isfinite(logprob):
-            raise EngineError(
-                f"The engine gave logprob {logprob} for token {index} of "
-                f"{len(completion.logprobs)}; the completion is dropped. Are the weights finite?"
-            )
+    if None in completion.logprobs or not all(map(math.isfinite, completion.logprobs)):
+        index, logprob = next(
+            (index, logprob)
+            for index, logprob in enumerate(completion.logprobs)
+            if logprob is None or not math.isfinite(logprob)
+        )
+        raise EngineError(
+            f"The engine gave logprob {logprob} for token {index} of "
+            f"{len(completion.logprobs)}; the completion is dropped. Are the weights finite?"
+        )

@@ -31,6 +31,7 @@ from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_st
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.host_state import random_state_kept
 from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
+from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
 from agent_vllm.engines.sharding import is_sharded, plain_class
 from agent_vllm.engines.weight_sync import (
     check_weights,
@@ -183,7 +184,7 @@ class _WholeBatches:
 @dataclass(kw_only=True, eq=False)
 class _RowState:
     request: GenerationRequest
-    generator: torch.Generator
+    noise: NoiseStream
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
@@ -215,10 +216,7 @@ def _generate(
 ) -> list[_RowState]:
     """Sample every request to its end; rows leave the batch as they finish."""
     device = next(model.parameters()).device
-    rows = [
-        _RowState(request=r, generator=torch.Generator(device).manual_seed(r.seed))
-        for r in requests
-    ]
+    rows = [_RowState(request=r, noise=noise_stream(r.seed, device)) for r in requests]
     alive = list(rows)
     input_ids = pad_rows([r.prompt_ids for r in requests], 0, side="left").to(device)  # [B, P]
     mask = pad_rows([[1] * len(r.prompt_ids) for r in requests], 0, side="left").to(device)
@@ -253,15 +251,10 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
     scaled = torch.stack(
         [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
     )
-    noise = torch.stack(
-        [
-            torch.empty_like(row).exponential_(generator=state.generator)
-            if state.request.temperature
-            else torch.ones_like(row)
-            for row, state in zip(scaled, rows, strict=True)
-        ]
-    )
-    # argmax(p / e) with e ~ Exp(1) is a draw from p; with e = 1 it is the greedy choice
+    noise = torch.ones_like(scaled)  # of which the greedy choice is made
+    for row, state in zip(noise, rows, strict=True):
+        if state.request.temperature:
+            fill_with_noise(row, state.noise)
     chosen = (scaled.softmax(-1) / noise).argmax(-1)
     logprobs = gather_logprobs(scaled, chosen)
     for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):

@@ -10,17 +10,12 @@ from typing import Any
 
 import torch
 
+from agent_vllm.engines import vllm_cpu
 from agent_vllm.errors import WeightSyncError
 
 
-def on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
 def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load by vLLM's layer-wise reload, which also repacks weights.
+    """Load by vLLM's layer-wise reload, or as they are where vLLM has packed nothing.
 
     Raises:
         WeightSyncError: names the parameters that got no weights.
@@ -28,8 +23,11 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     model = llm.model_executor.driver_worker.model_runner.get_model()
     names = {_loader_name(name) for name, _ in model.named_parameters()}
     with _loads_noted(model) as loaded:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    if on_cpu():
+        if vllm_cpu.is_cpu() and vllm_cpu.is_unpacked(llm):
+            vllm_cpu.load_unpacked(llm, weights)
+        else:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if vllm_cpu.is_cpu():
         _repack_experts(model)
     missing = sorted(names - loaded)
     if missing:

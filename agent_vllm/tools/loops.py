@@ -42,11 +42,6 @@ class LoopThread:
             await self._free()
             raise
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread has not ended yet."""
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """Cancel what still runs and end the thread; returns at once."""
         asyncio.run_coroutine_threadsafe(self._stop(cancel=True), self._loop)

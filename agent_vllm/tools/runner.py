@@ -21,7 +21,7 @@ _FIRST_RETRY_S = 0.1  # doubles with every further one
 
 
 class ToolRunner:
-    """Runs calls side by side: sync tools on a thread each, async tools on one loop of their own.
+    """Runs calls side by side: sync tools on threads, async tools on one loop of their own.
 
     A call that runs out of time is answered at once. Its async task is cancelled; its thread is
     interrupted, which ends a Python loop, while a thread inside C code (a sleep, a lock) ends when
@@ -50,6 +50,8 @@ class ToolRunner:
             ToolInterrupted: a tool was interrupted by the user.
         """
         give_up_at = None if timeout_s is None else _now() + timeout_s
+        if len(calls) == 1:  # no task of its own
+            return [await self._run_one(calls[0], tools, give_up_at)]
         return await asyncio.gather(*(self._run_one(call, tools, give_up_at) for call in calls))
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Work on threads that somebody waits for only so long.
 
-Owns the threads whose time ran out. Invariant: the wait ends in time; a thread that nobody waits
-for is interrupted, and only so many may hang.
+Owns the threads that calls run on. A thread does one call after another, as starting one takes
+longer than most of what an event loop does for a call. Invariant: the wait ends in time; a thread
+whose call nobody waits for any more is interrupted and never used again, and only so many may hang.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ from agent_vllm.tools.results import ToolFailure
 T = TypeVar("T")
 
 MAX_HANGING_CALLS = 64
+_IDLE_S = 2.0  # a thread that anybody may use ends after this time without a call
 
+_idle: list["Worker"] = []  # changed by single operations that no other thread can come between
 _hanging: set[threading.Thread] = set()
 
 
@@ -35,25 +38,28 @@ def interrupt(thread: threading.Thread) -> None:
 
 
 async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | None) -> T:
-    """What `work` returns or raises, on a thread of its own.
+    """What `work` returns or raises, on a thread that does nothing else meanwhile.
 
     Raises:
         TimeoutError: `work` took longer; its thread was interrupted.
         ToolFailure: too many earlier calls still hang.
     """
     _refuse_to_pile_up()
-    outcome: Future[T] = Future()
+    worker = _free_worker()
+    worker.thread.name = f"tool {name}"
     context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=context.run, args=(_run, work, outcome), daemon=True, name=f"tool {name}"
-    )
-    thread.start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(outcome), timeout_s)
-    except (TimeoutError, asyncio.CancelledError):
-        _hanging.add(thread)
-        interrupt(thread)
-        raise
+        return await asyncio.wait_for(worker.call(lambda: context.run(work)), timeout_s)
+    finally:
+        if not worker.is_given_up:
+            _idle.append(worker)
+
+
+def _free_worker() -> "Worker":
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Worker("tool", idle_s=_IDLE_S)
 
 
 class Worker:
@@ -62,17 +68,22 @@ class Worker:
     Once somebody stops waiting for the piece at work it is given up: the thread is interrupted,
     what waits behind that piece is refused, and another worker must take over.
 
+    Args:
+        idle_s: seconds without work after which the thread ends if it is among the idle ones;
+            None: it waits for `stop`.
+
     Raises:
         ToolFailure: too many earlier calls still hang.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle_s: float | None = None) -> None:
         _refuse_to_pile_up()
         self.is_given_up = False
+        self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, daemon=True, name=name)
+        self.thread.start()
 
     async def call(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises."""
@@ -91,9 +102,19 @@ class Worker:
 
     def _work(self) -> None:
         with contextlib.suppress(Interrupted):  # it came late
-            while not self.is_given_up and (job := self._jobs.get()) is not None:
+            while not self.is_given_up and (job := self._next()) is not None:
                 if job[1].set_running_or_notify_cancel():
                     _run(*job)
+                del job  # an idle thread keeps nothing alive
+
+    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=self._idle_s)
+            except queue.Empty:
+                with contextlib.suppress(ValueError):  # somebody has just taken it
+                    _idle.remove(self)
+                    return None
 
     def _give_up(self) -> None:
         self.is_given_up = True
@@ -103,8 +124,8 @@ class Worker:
                 if job is not None and job[1].set_running_or_notify_cancel():
                     job[1].set_exception(ToolFailure("Not run: the call before it hangs."))
         self.stop()
-        _hanging.add(self._thread)
-        interrupt(self._thread)
+        _hanging.add(self.thread)
+        interrupt(self.thread)
 
 
 def _refuse_to_pile_up() -> None:
