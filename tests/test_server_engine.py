@@ -1,6 +1,7 @@
 """Two real `vllm serve` processes as one engine: numbers, weights, faults and leftovers."""
 
 import asyncio
+import functools
 import json
 import logging
 import signal
@@ -280,30 +281,31 @@ def test_the_trainer_trains_with_servers(make_trainer, servers):  # noqa: F811
 # ---- the last one: it ends a server ----
 
 
+def killing(tool, server):
+    """The tool; the first call of any ends the server."""
+
+    @functools.wraps(tool)
+    def call(*args, **kwargs):
+        if server.process.poll() is None:
+            server.kill()
+        return tool(*args, **kwargs)
+
+    return call
+
+
 def test_a_server_that_is_killed_in_a_rollout_loses_nothing(engine, agent, servers, caplog):
     model, tokenizer = agent
     rows = make_tasks("train", 12, kinds=SMALL_KINDS)
-    engine.eos_token_ids, kept = (), engine.eos_token_ids
-
-    def kill():
-        eventually(lambda: not any(map(is_idle, servers)), 60.0)
-        servers[0].kill()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with caplog.at_level(logging.WARNING):
-            trajectories = rollout_batch(
-                engine,
-                ChatFormat.from_tokenizer(tokenizer),
-                [row["prompt"] for row in rows],
-                [[calculator, get_weather, get_price]] * len(rows),
-                limits=Limits(max_turns=1, max_completion_tokens=300),
-                seed=5,
-            )
-    finally:
-        engine.eos_token_ids = kept
-    killer.join()
+    tools = [killing(tool, servers[0]) for tool in (calculator, get_weather, get_price)]
+    with caplog.at_level(logging.WARNING):
+        trajectories = rollout_batch(
+            engine,
+            ChatFormat.from_tokenizer(tokenizer),
+            [row["prompt"] for row in rows],
+            [tools] * len(rows),
+            limits=Limits(max_turns=4, max_completion_tokens=200),
+            seed=5,
+        )
     assert StopReason.ENGINE_ERROR not in {t.stop_reason for t in trajectories}
     assert distance(model, trajectories, 1.0) <= TOLERANCE
     names = [m.split(" moves from")[0] for m in caplog.messages if "moves from" in m]

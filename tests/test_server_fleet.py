@@ -204,6 +204,10 @@ def test_d02_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_pa
     with pytest.raises(EngineError, match="a weight update failed"):
         generate(engine)
     assert engine.policy_version == 0
+    server.answers["/reset_prefix_cache"] = {"success": True}
+    engine._is_checked = True
+    engine.update_policy(model)  # takes it back
+    assert generate(engine).policy_version == 1
 
 
 def test_a_closed_engine_says_so(build, servers):

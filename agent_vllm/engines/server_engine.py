@@ -26,6 +26,7 @@ from agent_vllm.engines.weight_transfer import (
     UNFINISHED,
     from_first_rank,
     is_first_rank,
+    wait_for_all_ranks,
 )
 from agent_vllm.errors import EngineError, WeightSyncError
 from agent_vllm.types import Completion
@@ -135,6 +136,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
 
     def _sync(self, model: PreTrainedModel, version: int) -> None:
         """Every learner process comes here: the first sends, and all leave together."""
+        wait_for_all_ranks()  # one of them may still be asking the servers something
         check_weights(self._source.shapes, weight_shapes(model))
         label, error = f"{self._run}:{version}", None
         if is_first_rank():

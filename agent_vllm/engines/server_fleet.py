@@ -262,6 +262,17 @@ class Fleet:
         answered = zip(members, results, strict=True)
         return {s: r for s, r in answered if not isinstance(r, BaseException)}
 
+    async def _tell(self, call: Callable[[Server], Awaitable[object]]) -> None:
+        """Call all servers that are in; one that fails is out, and there may be none."""
+
+        async def tell(server: Server) -> None:
+            try:
+                await call(server)
+            except EngineError as error:
+                self.take_out(server, str(error))
+
+        await asyncio.gather(*map(tell, self._members()))
+
     # ---- around an update ----
 
     async def hold(self, in_flight: InFlight) -> None:
@@ -270,10 +281,10 @@ class Fleet:
         if in_flight == "wait":
             while tasks := self._tasks():
                 await asyncio.wait(tasks)
-        await self.each(lambda server: server.client.pause())
+        await self._tell(lambda server: server.client.pause())
         give_up_s = time.monotonic() + _SETTLE_S
         while tasks := self._tasks():
-            await self.each(lambda server: server.client.abort_all())
+            await self._tell(lambda server: server.client.abort_all())
             await asyncio.wait(tasks, timeout=0.1)
             if time.monotonic() > give_up_s:
                 for task in self._tasks():
@@ -295,15 +306,10 @@ class Fleet:
     async def go_on(self, version: int, label: str) -> None:
         """Requests may go out again, to servers that hold the weights of that label."""
         self.version, self.label = version, label
-        await asyncio.gather(*map(self._resume, self._members()))
+        await self._tell(lambda server: server.client.resume())
+        for server in self._members():
+            server.seen_s = time.monotonic()
         self._is_open.set()
-
-    async def _resume(self, server: Server) -> None:
-        try:
-            await server.client.resume()
-        except EngineError as error:  # every request says so if none is left
-            self.take_out(server, str(error))
-        server.seen_s = time.monotonic()
 
     async def abandon(self, reason: str) -> None:
         """Nobody knows what weights the servers hold: all are out until an update succeeds."""

@@ -68,6 +68,12 @@ def is_first_rank() -> bool:
     return not _is_one_of_many() or torch.distributed.get_rank() == 0
 
 
+def wait_for_all_ranks() -> None:
+    """Until every learner process is here."""
+    if _is_one_of_many():
+        torch.distributed.barrier()
+
+
 def from_first_rank(value: T) -> T:
     """The first process's value, in all of them, once all are here."""
     if not _is_one_of_many():
