@@ -5,6 +5,7 @@ turn's prompt is all ids so far, and the story ends with one `StopReason`.
 """
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
-from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.errors import EngineDeadError, EngineError, InvalidRequestError
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolRunner
 from agent_vllm.types import (
@@ -72,6 +73,7 @@ class Episode:
         self.spans: list[Span] = []
         self.num_tool_rounds = 0
         self.num_invalid_in_a_row = 0
+        self.turn_started_s = 0.0
         self.error: str | None = None
 
     async def run(self) -> Trajectory:
@@ -95,8 +97,9 @@ class Episode:
     async def _turn(self) -> StopReason | None:
         """Generate, parse, run tools, append. Returns what ends the trajectory, if anything."""
         budget = self._turn_budget()
+        self.turn_started_s = self._elapsed_s()
         try:
-            async with asyncio.timeout(self._time_left()) as deadline:
+            async with asyncio.timeout(self._turn_time_left()) as deadline:
                 completion = await self._generate(budget)
         except (EngineError, InvalidRequestError) as error:
             self.error = str(error)
@@ -162,6 +165,14 @@ class Episode:
             return None
         return max(self.limits.deadline_s - self._elapsed_s(), 0.0)
 
+    def _turn_time_left(self) -> float | None:
+        """Until this turn's deadline or the trajectory's, whichever comes first."""
+        time_left_s, limit_s = self._time_left(), self.limits.turn_deadline_s
+        if limit_s is None:
+            return time_left_s
+        turn_left_s = max(self.turn_started_s + limit_s - self._elapsed_s(), 0.0)
+        return turn_left_s if time_left_s is None else min(turn_left_s, time_left_s)
+
     # ---- steps ----
 
     def _ids(self) -> list[int]:
@@ -177,19 +188,35 @@ class Episode:
 
     async def _generate(self, budget: int) -> Completion:
         start_s = self._elapsed_s()
-        completion = await self.engine.generate(
-            self._ids(),
-            max_new_tokens=budget,
-            stop_token_ids=self.chat.end_token_ids,
-            seed=self.random.getrandbits(31),
-            **self.sampling,
-        )
+        completion = await self._sample(budget)
         self.status.num_sampled_tokens += len(completion.token_ids)
         self.status.num_turns += 1
         self.status.max_turn = max(self.status.max_turn, len(self.turn_outputs) + 1)
         name = f"turn {len(self.turn_outputs)}"
         self.spans.append(Span(kind="model", name=name, start_s=start_s, end_s=self._elapsed_s()))
         return completion
+
+    async def _sample(self, budget: int) -> Completion:
+        """One turn's tokens; a request that the engine failed is made once more.
+
+        With the same seed: a fault then changes nothing of what is sampled, and tokens that lead to
+        one are not drawn away from.
+        """
+        ask = functools.partial(
+            self.engine.generate,
+            self._ids(),
+            max_new_tokens=budget,
+            stop_token_ids=self.chat.end_token_ids,
+            seed=self.random.getrandbits(31),
+            **self.sampling,
+        )
+        try:
+            return await ask()
+        except EngineDeadError:
+            raise
+        except EngineError:
+            self.status.num_retries += 1
+            return await ask()
 
     def _append_turn(self, completion: Completion) -> ParsedTurn:
         turn = self.chat.parse(
@@ -210,7 +237,7 @@ class Episode:
         return turn
 
     async def _run_tools(self, turn: ParsedTurn) -> list[ToolResult]:
-        time_left_s = self._time_left()
+        time_left_s = self._turn_time_left()
         self.num_tool_rounds += 1
         self.status.num_in_tools += 1
         try:
@@ -238,7 +265,7 @@ class Episode:
             return StopReason.ANSWERED
         start_s = self._elapsed_s()
         try:
-            said = await ask_user(self.user, self.messages, self.runner, self._time_left())
+            said = await ask_user(self.user, self.messages, self.runner, self._turn_time_left())
         except UserFailed as failed:
             self.error = str(failed)
             return StopReason.USER_ERROR

@@ -20,6 +20,10 @@ class EngineError(AgentVLLMError, RuntimeError):
     """The engine could not serve a request; the trajectory that asked ends as engine error."""
 
 
+class EngineDeadError(EngineError):
+    """The engine answers nobody any more: it hangs, its thread failed, or it was closed."""
+
+
 class EngineBusyError(EngineError):
     """The engine was asked for something that needs it idle while requests were in flight."""
 

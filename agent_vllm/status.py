@@ -16,6 +16,7 @@ class RolloutStatus:
     num_sampled_tokens: int = 0
     num_turns: int = 0  # of all trajectories together
     max_turn: int = 0  # of the trajectory that is furthest
+    num_retries: int = 0  # requests that the engine failed and was asked for once more
     running_calls: dict[object, tuple[str, float]] = field(default_factory=dict)  # name, start
     started_s: float = field(default_factory=time.monotonic)
 

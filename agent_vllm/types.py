@@ -51,6 +51,17 @@ _TRUNCATING = frozenset(
 )
 
 
+_TOOL_TIMEOUT_S = 30.0
+
+_NESTED = (  # the first is part of what the second bounds
+    ("tool_timeout_s", "turn_deadline_s"),
+    ("tool_timeout_s", "deadline_s"),
+    ("turn_deadline_s", "deadline_s"),
+    ("max_new_tokens", "max_completion_tokens"),
+    ("max_tool_result_tokens", "max_completion_tokens"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """What a trajectory may use up. The tightest limit wins; `None` means no limit of that kind.
@@ -65,8 +76,18 @@ class Limits:
         max_invalid_calls: calls in a row that could not run (malformed, unknown, bad arguments).
         max_tool_result_tokens: tokens of one tool result; longer ones are cut and marked.
         tool_timeout_s: seconds for one tool call.
-        deadline_s: seconds for the whole trajectory, from the start of its rollout. A turn that is
-            being sampled then is given up, a call is answered as timed out.
+        turn_deadline_s: seconds for one turn: its sampling, and its tools or the user's reply.
+            Sampling past it is given up, which ends the trajectory; calls past it are answered as
+            timed out, and the next turn has time of its own.
+        deadline_s: seconds from the start of the rollout, for each trajectory and so for the whole
+            batch: all of them begin together, and waiting for a place in the engine counts. A turn
+            that is being sampled then is given up, a call is answered as timed out; the trajectory
+            keeps its earlier turns and ends as `StopReason.DEADLINE`.
+
+    Raises:
+        ValueError: a value that is no limit, or one that can never be reached, as a tighter one
+            always comes first (a turn's deadline longer than the rollout's). The default of
+            `tool_timeout_s` gives way instead.
     """
 
     max_turns: int = 16
@@ -75,7 +96,8 @@ class Limits:
     max_tool_rounds: int | None = None
     max_invalid_calls: int | None = None
     max_tool_result_tokens: int | None = None
-    tool_timeout_s: float | None = 30.0
+    tool_timeout_s: float | None = _TOOL_TIMEOUT_S
+    turn_deadline_s: float | None = None
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,12 +111,24 @@ class Limits:
             "max_invalid_calls",
             "max_tool_result_tokens",
             "tool_timeout_s",
+            "turn_deadline_s",
             "deadline_s",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(
                     f"`{name}` must be more than 0, got {value}. Use None for no limit."
+                )
+        self._check_that_each_can_be_reached()
+
+    def _check_that_each_can_be_reached(self) -> None:
+        for name, tighter in _NESTED:
+            value, bound = getattr(self, name), getattr(self, tighter)
+            is_default = name == "tool_timeout_s" and value == _TOOL_TIMEOUT_S
+            if value is not None and bound is not None and value > bound and not is_default:
+                raise ValueError(
+                    f"`{name}` must be at most `{tighter}`, got {value} and {bound}: it can't be "
+                    f"reached. Lower `{name}` or raise `{tighter}`."
                 )
 
 

@@ -26,6 +26,7 @@ def test_every_limit_has_a_setting(tmp_path):
         max_invalid_calls=4,
         max_tool_result_tokens=20,
         tool_timeout_s=1.5,
+        turn_deadline_s=20.0,
         deadline_s=60.0,
     ).limits()
     assert limits == Limits(
@@ -36,6 +37,7 @@ def test_every_limit_has_a_setting(tmp_path):
         max_invalid_calls=4,
         max_tool_result_tokens=20,
         tool_timeout_s=1.5,
+        turn_deadline_s=20.0,
         deadline_s=60.0,
     )
 
@@ -50,6 +52,12 @@ def test_b21_zero_turns_are_not_unset(tmp_path):
     [
         ({"old_logprobs": "learner"}, "`old_logprobs` must be one of .*got 'learner'"),
         ({"thinking_ratio": -0.1}, r"`thinking_ratio` must be in \[0, 1\], got -0.1"),
+        ({"on_engine_death": "ignore"}, "`on_engine_death` must be one of .*got 'ignore'"),
+        (
+            {"max_new_tokens": 9, "max_completion_length": 8},
+            "`max_new_tokens` must be at most `max_completion_length`, got 9 and 8: it can't be "
+            "reached. Lower `max_new_tokens` or raise `max_completion_length`.",
+        ),
         ({"max_turns": -1}, "`max_turns` must be 0 or more, got -1"),
         ({"tool_timeout_s": 0.0}, "`tool_timeout_s` must be more than 0, got 0.0"),
     ],

@@ -84,7 +84,7 @@ def random_limits(rng):
     return Limits(
         max_turns=rng.randrange(1, 6),
         max_new_tokens=rng.choice([None, 30, 90]),
-        max_completion_tokens=rng.choice([None, 80, 400, 900]),
+        max_completion_tokens=rng.choice([None, 90, 400, 900]),
         max_tool_rounds=rng.choice([None, None, 2]),
         max_invalid_calls=rng.choice([None, 1, 2]),
         max_tool_result_tokens=rng.choice([None, 40]),

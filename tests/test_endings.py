@@ -253,7 +253,7 @@ def test_an_engine_error_is_an_ending(chat, scripted):
     turns = iter([[*ids_of(chat.tokenizer, ADD), END]])
     engine = scripted(lambda _: next(turns, EngineError("lost")))
     t = rollout_single(engine, chat, user(), [add])
-    check(t, engine.requests[:-1])
+    check(t, engine.requests[:-2])
     assert (t.stop_reason, t.error) == (StopReason.ENGINE_ERROR, "lost")
     assert [segment.is_sampled for segment in t.segments] == [True, False]
 

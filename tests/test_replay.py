@@ -236,10 +236,10 @@ def test_samples_that_begin_alike_go_on_as_recorded(chat, scripted, tmp_path):
 
 
 def test_an_engine_error_is_played_back_too(chat, scripted, tmp_path):
-    turns = iter([ADD, EngineError("lost")])
+    turns = iter([ADD])
 
     def script(_):
-        turn = next(turns)
+        turn = next(turns, EngineError("lost"))
         return turn if isinstance(turn, Exception) else engine.encode_turn(turn)
 
     engine = scripted(script)

@@ -33,7 +33,8 @@ from agent_vllm.types import Limits, StopReason
 
 
 def test_e07_an_engine_error_is_one_rows_own(chat, scripted):
-    script = by_prompt(chat, one=["a"], two=[EngineError("lost")], three=[ADD, EngineError("gone")])
+    lost, gone = ([EngineError(text)] * 2 for text in ("lost", "gone"))
+    script = by_prompt(chat, one=["a"], two=lost, three=[ADD, *gone])
     first, second, third = rollout_batch(
         scripted(script), chat, [user("one"), user("two"), user("three")], [[add]] * 3
     )
@@ -65,7 +66,7 @@ def test_a25_the_same_input_again_is_a_fresh_start(chat, scripted):
 
     messages, tools = [user("one")], [[flaky]]
     turns = [call("flaky", a=7), "done"]
-    lost = iter([EngineError("lost")])
+    lost = iter([EngineError("lost")] * 2)
 
     def script(request):
         is_second = "flaky" in chat.tokenizer.decode(request.prompt_ids).rpartition("one")[2]
@@ -80,7 +81,7 @@ def test_a25_the_same_input_again_is_a_fresh_start(chat, scripted):
     )
     assert [m["role"] for m in second.messages] == ["user", "assistant", "tool", "assistant"]
     assert [r.content for r in second.tool_results] == ["7"]
-    assert broken_invariants(second, engine.requests[2:]) == []
+    assert broken_invariants(second, engine.requests[3:]) == []
 
 
 def test_an_error_of_the_engines_code_is_raised(chat, scripted):

@@ -39,20 +39,25 @@ _PARTS = (
 
 def _random_rollout(chat, scripted, seed):
     rng = random.Random(seed)
+    lost = []
 
     def script(request):
         turn = "".join(
             rng.choices(_PARTS, weights=[4, 2, 4, 2, 2, 1, 1, 1, 2, 1], k=rng.choice([1, 1, 2]))
         )
         ids = engine.encode_turn(turn)
-        if rng.random() < 0.05:
+        is_again = bool(lost) and lost[-1].prompt_ids == request.prompt_ids
+        if rng.random() < (0.5 if is_again else 0.1):
+            lost.append(request)
             return EngineError("lost")
         return ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.1 else ids
 
+    max_new_tokens = rng.choice([None, 40, 80, 200])
+    budgets = [num for num in (60, 200, 700) if num >= (max_new_tokens or 0)]
     limits = Limits(
         max_turns=rng.randrange(8),
-        max_new_tokens=rng.choice([None, 40, 80, 200]),
-        max_completion_tokens=rng.choice([None, 60, 200, 700]),
+        max_new_tokens=max_new_tokens,
+        max_completion_tokens=rng.choice([None, *budgets]),
         max_tool_rounds=rng.choice([None, 2]),
         max_invalid_calls=rng.choice([None, 2]),
         max_tool_result_tokens=rng.choice([None, 30]),
@@ -74,17 +79,15 @@ def _random_rollout(chat, scripted, seed):
         thinking_ratio=0.5,
         seed=seed,
     )
-    return t, engine, limits
+    answered = [request for request in engine.requests if request not in lost]
+    return t, engine, limits, answered
 
 
 def test_random_conversations_keep_every_invariant(chat, scripted):
     reasons = set()
-    for seed in range(150):
-        t, engine, limits = _random_rollout(chat, scripted, seed)
-        requests = engine.requests
-        if t.stop_reason is StopReason.ENGINE_ERROR:
-            requests = requests[:-1]  # the one that was lost
-        assert broken_invariants(t, requests) == [], seed
+    for seed in range(200):
+        t, engine, limits, answered = _random_rollout(chat, scripted, seed)
+        assert broken_invariants(t, answered) == [], seed
         assert len(t.prompt_ids + t.completion_ids) <= engine.max_model_len, seed
         assert len(t.completion_ids) <= (limits.max_completion_tokens or engine.max_model_len), seed
         assert t.num_turns <= limits.max_turns, seed

@@ -147,7 +147,7 @@ def test_11_running_out_of_turns_is_trained(tell):
 
 
 def test_12_a_failed_row_keeps_its_place_and_is_not_trained(chat, scripted):
-    script = by_prompt(chat, one=[ADD, EngineError("lost")], two=["ok"])
+    script = by_prompt(chat, one=[ADD, *[EngineError("lost")] * 2], two=["ok"])
     rows = rollout_batch(scripted(script), chat, [user("one"), user("two")], [[add]] * 2)
     assert [t.messages[0]["content"] for t in rows] == ["one", "two"]
     assert to_trl(rows, PAD).num_trained_tokens == [0, len("ok") + 1]

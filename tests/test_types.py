@@ -1,6 +1,7 @@
 """Values: the views of a trajectory, length checks, limits."""
 
 import dataclasses
+import re
 
 import pytest
 from fakes import observed, sampled, trajectory
@@ -99,6 +100,7 @@ def test_b21_zero_is_a_limit_of_its_own(name):
         "max_invalid_calls",
         "max_tool_result_tokens",
         "tool_timeout_s",
+        "turn_deadline_s",
         "deadline_s",
     ],
 )
@@ -106,6 +108,34 @@ def test_other_limits_are_more_than_zero_or_none(name):
     assert getattr(Limits(**{name: None}), name) is None
     with pytest.raises(ValueError, match=f"`{name}` must be more than 0, got 0. Use None"):
         Limits(**{name: 0})
+
+
+NESTED = [
+    ("tool_timeout_s", "turn_deadline_s"),
+    ("tool_timeout_s", "deadline_s"),
+    ("turn_deadline_s", "deadline_s"),
+    ("max_new_tokens", "max_completion_tokens"),
+    ("max_tool_result_tokens", "max_completion_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "tighter"), NESTED)
+def test_a_limit_that_can_not_be_reached_is_refused(name, tighter):
+    message = (
+        f"`{name}` must be at most `{tighter}`, got 9 and 8: it can't be reached. "
+        f"Lower `{name}` or raise `{tighter}`."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Limits(**{name: 9, tighter: 8})
+    same = Limits(**{name: 8, tighter: 8})
+    assert (getattr(same, name), getattr(same, tighter)) == (8, 8)
+    assert getattr(Limits(**{name: None, tighter: 8}), tighter) == 8
+
+
+@pytest.mark.parametrize("name", ["turn_deadline_s", "deadline_s"])
+def test_the_default_time_of_a_call_gives_way(name):
+    limits = Limits(**{name: 10})
+    assert (limits.tool_timeout_s, getattr(limits, name)) == (30.0, 10)
 
 
 def test_failures_are_not_the_models():

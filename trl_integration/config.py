@@ -8,6 +8,9 @@ from trl import GRPOConfig
 from agent_vllm.types import Limits
 
 OLD_LOGPROBS = ("sampler", "recomputed")
+ON_ENGINE_DEATH = ("stop", "rebuild")
+
+_CHOICES = {"old_logprobs": OLD_LOGPROBS, "on_engine_death": ON_ENGINE_DEATH}
 
 
 @dataclass
@@ -29,8 +32,12 @@ class AgentGRPOConfig(GRPOConfig):
             Calls in a row that could not run before the trajectory is ended.
         tool_timeout_s (`float`, *optional*, defaults to `30.0`):
             Seconds for one tool call.
+        turn_deadline_s (`float`, *optional*):
+            Seconds for one turn, its tools among them. Sampling past it is given up, which ends the trajectory; calls
+            past it are answered as timed out.
         deadline_s (`float`, *optional*):
-            Seconds for one trajectory, from the start of its rollout. A turn that is being sampled then is given up.
+            Seconds from the start of a rollout, for each trajectory and so for the whole batch: all begin together. A
+            straggler is closed with the turns that it has, which are trained like any other's.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
@@ -46,6 +53,12 @@ class AgentGRPOConfig(GRPOConfig):
             to the engine's (the `vllm_importance_sampling_*` parameters apply).
         rollout_engine_kwargs (`dict` or `str`, *optional*):
             Keyword arguments of the engine that the trainer builds, such as `{"max_num_seqs": 64}`.
+        on_engine_death (`str`, *optional*, defaults to `"stop"`):
+            What to do when the engine hangs or fails for good. `"stop"`: save a checkpoint and raise, saying how to
+            resume. `"rebuild"`: build a new one from the learner's weights and go on, at most 3 times in a row. An
+            engine in the trainer's process shares its memory and its GPU with the learner, and what killed the one may
+            have hurt the other; a fresh process from a checkpoint is known to be whole, so this is the default. An
+            engine that you built is never rebuilt.
         record_rollouts (`bool`, *optional*, defaults to `False`):
             Whether to write every trajectory to `output_dir/rollouts.jsonl`.
         rollout_progress (`bool`, *optional*, defaults to `True`):
@@ -72,7 +85,12 @@ class AgentGRPOConfig(GRPOConfig):
     tool_timeout_s: float | None = field(
         default=30.0, metadata={"help": "Seconds for one tool call."}
     )
-    deadline_s: float | None = field(default=None, metadata={"help": "Seconds for one trajectory."})
+    turn_deadline_s: float | None = field(
+        default=None, metadata={"help": "Seconds for one turn, its tools among them."}
+    )
+    deadline_s: float | None = field(
+        default=None, metadata={"help": "Seconds for a rollout, all its trajectories side by side."}
+    )
     thinking_ratio: float | None = field(
         default=None,
         metadata={"help": "Share of trajectories sampled with the template's thinking switch on."},
@@ -94,6 +112,13 @@ class AgentGRPOConfig(GRPOConfig):
     rollout_engine_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of the engine that the trainer builds."}
     )
+    on_engine_death: str = field(
+        default="stop",
+        metadata={
+            "help": "What to do when the engine is dead.",
+            "choices": list(ON_ENGINE_DEATH),
+        },
+    )
     record_rollouts: bool = field(
         default=False,
         metadata={"help": "Write every trajectory to `output_dir/rollouts.jsonl`."},
@@ -104,13 +129,16 @@ class AgentGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.old_logprobs not in OLD_LOGPROBS:
-            raise ValueError(
-                f"`old_logprobs` must be one of {OLD_LOGPROBS}, got {self.old_logprobs!r}."
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         if self.thinking_ratio is not None and not 0 <= self.thinking_ratio <= 1:
             raise ValueError(f"`thinking_ratio` must be in [0, 1], got {self.thinking_ratio}.")
-        self.limits()  # its own checks name what is wrong
+        try:
+            self.limits()
+        except ValueError as error:  # it knows TRL's setting by its own name
+            message = str(error).replace("max_completion_tokens", "max_completion_length")
+            raise ValueError(message) from None
 
     def limits(self) -> Limits:
         """The limits of every trajectory."""
@@ -122,5 +150,6 @@ class AgentGRPOConfig(GRPOConfig):
             max_invalid_calls=self.max_invalid_calls,
             max_tool_result_tokens=self.max_tool_result_tokens,
             tool_timeout_s=self.tool_timeout_s,
+            turn_deadline_s=self.turn_deadline_s,
             deadline_s=self.deadline_s,
         )

@@ -114,12 +114,22 @@ class RolloutEngine(ABC):
     def _load_weights(self, model: PreTrainedModel) -> None:
         """Make the learner's current weights the engine's; drop every cache made with others."""
 
+    @property
+    def death(self) -> str | None:
+        """Why the engine answers nobody any more; None while it lives."""
+        return None
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether it died in a call that never came back, so that closing it frees nothing."""
+        return False
+
     def stats(self) -> EngineStats | None:
         """Counters for metrics; None where the engine keeps none."""
         return None
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to free
-        """Free what the engine holds. Closing twice is fine."""
+        """Free what the engine holds. Closing twice is fine, and so is closing a dead engine."""
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +161,9 @@ class RolloutEngine(ABC):
 
         Raises:
             InvalidRequestError: the request can't be served; names the value.
-            EngineError: the engine failed or returned something inconsistent.
+            EngineDeadError: the engine answers nobody any more.
+            EngineError: the engine failed this request or returned something inconsistent; the
+                same request may succeed when it is made again.
         """
         self._check_prompt(prompt_ids)
         self._check_sampling(max_new_tokens, temperature, top_p, top_k, min_p)

@@ -1,21 +1,39 @@
 """One thread that steps a batch engine for as long as anyone waits for it.
 
 Owns the meeting of many waiting coroutines (on any event loop) with an engine that wants to be
-called from one place. Invariant: every request is answered once, with a completion or an error.
+called from one place, and the watch over that engine. Invariant: every request is answered once,
+with a completion or an error, even where the engine hangs.
+
+An engine that fails one step goes on without the requests that were in it. It is dead when steps
+fail again and again, when it can't even forget its requests, or when it makes no progress for
+`hang_s`: a thread inside native code can't be killed, so it is left behind. (Native code that also
+holds Python's lock stops the whole process; nothing in here sees that.)
 """
 
 import asyncio
+import contextlib
+import logging
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Protocol, TypeVar
 
+import torch
+
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.errors import EngineBusyError, EngineError
+from agent_vllm.errors import EngineBusyError, EngineDeadError, EngineError
 from agent_vllm.types import Completion
 
 T = TypeVar("T")
 Outcome = Completion | Exception
+Errand = tuple[Callable[[], object], Future]
+
+HANG_S = 600.0  # a step that compiles on first use takes minutes on a GPU
+_MAX_FAILED_STEPS = 5  # in a row; two requests that always fail make at most three
+
+_log = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
@@ -33,33 +51,62 @@ class StepEngine(Protocol):
 
 
 class StepDriver:
-    """Feeds a `StepEngine`. Its thread starts with the first use and sleeps when idle."""
+    """Feeds a `StepEngine`. Its thread starts with the first use and sleeps when idle.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        hang_s: seconds without progress after which the engine is dead; None: never. Errands that
+            run before `attach` are not watched.
+    """
+
+    def __init__(self, name: str, *, hang_s: float | None = None) -> None:
+        if hang_s is not None and hang_s <= 0:
+            raise ValueError(f"`hang_s` must be more than 0, got {hang_s}. Use None for no watch.")
         self._name = name
+        self._hang_s = hang_s
         self._engine: StepEngine
+        self._is_attached = False
         self._changed = threading.Condition()
         self._incoming: list[GenerationRequest] = []
         self._cancelled: list[GenerationRequest] = []
-        self._errands: list[tuple[Callable[[], object], Future]] = []
+        self._errands: list[Errand] = []  # the one that runs among them
         self._waiting: dict[GenerationRequest, asyncio.Future[Completion]] = {}
-        self._closed = False
+        self._death: str | None = None
+        self._last_errand: Errand | None = None
+        self._num_failed_steps = 0
         self._thread: threading.Thread | None = None
+        self._progress_at: float | None = None  # None while idle
+        self._is_hung = False
+        self._is_over = threading.Event()  # the thread has ended, or was left behind
 
     def attach(self, engine: StepEngine) -> None:
         self._engine = engine
+        self._is_attached = True
+
+    @property
+    def death(self) -> str | None:
+        """Why nobody is answered any more; None while requests are."""
+        return self._death
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the thread was left behind in a call that did not come back."""
+        return self._is_hung
+
+    def note_progress(self) -> None:
+        """The engine is at work; called by an engine in the course of a long step."""
+        self._progress_at = time.monotonic()
 
     async def submit(self, request: GenerationRequest) -> Completion:
         """Wait for one request. Cancelling the wait takes the request out of the engine.
 
         Raises:
-            EngineError: the engine failed while it held the request, or is closed.
+            EngineDeadError: the engine died, or is closed.
+            EngineError: the engine failed while it held the request.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         with self._changed:
-            if self._closed:
-                raise EngineError("The engine is closed.")
+            self._check_alive()
             self._waiting[request] = future
             self._incoming.append(request)
         # Woken once all coroutines that are ready now have submitted: one batch, not one each.
@@ -73,21 +120,17 @@ class StepDriver:
                 self._changed.notify()
             raise
 
-    @property
-    def is_open(self) -> bool:
-        return not self._closed
-
-    def call(self, function: Callable[[], T], *, even_if_busy: bool = False) -> T:
+    def call(self, function: Callable[[], T]) -> T:
         """Run a function on the driver's thread while no request is in flight, and wait for it.
 
         Raises:
             EngineBusyError: requests are in flight.
+            EngineDeadError: the engine died, or is closed.
         """
         errand: Future = Future()
         with self._changed:
-            if self._closed:
-                raise EngineError("The engine is closed.")
-            if self._waiting and not even_if_busy:
+            self._check_alive()
+            if self._waiting:
                 raise EngineBusyError(
                     f"{len(self._waiting)} requests are in flight. Wait for the rollout to end "
                     "before weights are updated."
@@ -97,13 +140,26 @@ class StepDriver:
             self._changed.notify()
         return errand.result()
 
-    def close(self) -> None:
-        """Stop the thread; whoever still waits gets an error."""
+    def close(self, finish: Callable[[], object] = lambda: None) -> None:
+        """End the thread, `finish` being its last work; whoever still waits gets an error.
+
+        A thread that hangs is not waited for; it runs `finish` should it ever come back.
+        """
+        done: Future = Future()
+        self._die("The engine is closed.")
         with self._changed:
-            self._closed = True
+            if self._last_errand is not None:
+                return
+            self._last_errand = (finish, done)
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._is_over.wait()
+        if done.done():
+            done.result()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
 
     def _wake(self) -> None:
         with self._changed:
@@ -114,42 +170,65 @@ class StepDriver:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
             self._thread.start()
+            if self._hang_s is not None:
+                name = f"{self._name} watchdog"
+                watchdog = threading.Thread(
+                    target=self._watch, args=(self._hang_s,), daemon=True, name=name
+                )
+                watchdog.start()
+
+    def _watch(self, hang_s: float) -> None:
+        while not self._is_over.wait(hang_s / 4):
+            since = self._progress_at
+            if self._is_attached and since is not None and time.monotonic() - since > hang_s:
+                self._is_hung = True
+                self._die(f"The engine hangs: it has made no progress for {hang_s:g} s.")
+                self._is_over.set()
 
     def _run(self) -> None:
-        failure = EngineError("The engine is closed.")
         try:
             self._drive()
         except BaseException as error:
-            failure = EngineError(f"The engine's thread ended: {type(error).__name__}: {error}")
-            raise
-        finally:  # nobody may wait for a thread that is gone
-            with self._changed:
-                self._closed = True
-                errands = self._errands
-            for _, errand in errands:
-                errand.set_exception(failure)
-            self._answer([(request, failure) for request in list(self._waiting)])
+            _log.exception("The thread of the %s failed.", self._name)
+            _free_memory_of(error)
+            self._die(f"The engine's thread failed: {type(error).__name__}: {error}")
+        with self._changed:
+            while self._last_errand is None:
+                self._progress_at = None
+                self._changed.wait()
+        self.note_progress()
+        _run_errand(self._last_errand)
+        self._is_over.set()
 
     def _drive(self) -> None:
+        """Until the engine is dead or closed."""
         in_engine: set[GenerationRequest] = set()
         while True:
             with self._changed:
                 while not (self._incoming or self._cancelled or self._errands or in_engine):
-                    if self._closed:
+                    if self._death is not None:
                         return
+                    self._progress_at = None
                     self._changed.wait()
-                if self._closed:
+                if self._death is not None:
                     return
                 incoming, self._incoming = self._incoming, []
                 cancelled, self._cancelled = set(self._cancelled), []
-                errands, self._errands = self._errands, []
+                errands = list(self._errands)
+            self.note_progress()
             self._drop(cancelled & in_engine)
             in_engine -= cancelled
-            for function, errand in errands:
-                _run_errand(function, errand)
+            for errand in errands:
+                _run_errand(errand)
+                self._forget(errand)
             in_engine |= self._admit([r for r in incoming if r not in cancelled])
             if in_engine:
                 in_engine -= self._step(in_engine)
+
+    def _forget(self, errand: Errand) -> None:
+        with self._changed:
+            self._errands = [other for other in self._errands if other is not errand]
+        self.note_progress()
 
     def _admit(self, requests: list[GenerationRequest]) -> set[GenerationRequest]:
         """Hand requests to the engine; one that it refuses fails alone."""
@@ -166,16 +245,40 @@ class StepDriver:
         """One step; returns the requests that left. A failing step fails all that were in it."""
         try:
             done = list(self._engine.step())
+            self._num_failed_steps = 0
         except Exception as error:
-            failure = _as_engine_error(error)
-            done = [(request, failure) for request in in_engine]
-            self._drop(in_engine)
+            done = self._give_up(in_engine, error)
         self._answer(done)
         return {request for request, _ in done}
+
+    def _give_up(
+        self, in_engine: set[GenerationRequest], error: Exception
+    ) -> list[tuple[GenerationRequest, Outcome]]:
+        """Rid the engine of a failed step's requests."""
+        failure = _as_engine_error(error)
+        _log.warning("A step with %d requests failed: %s", len(in_engine), failure)
+        self._num_failed_steps += 1
+        self._drop(in_engine)
+        _free_memory_of(error)
+        if self._num_failed_steps == _MAX_FAILED_STEPS:
+            self._die(f"{_MAX_FAILED_STEPS} steps in a row failed, the last one: {failure}")
+        return [(request, failure) for request in in_engine]
 
     def _drop(self, requests: set[GenerationRequest]) -> None:
         if requests:
             self._engine.abort(requests)
+
+    def _die(self, reason: str) -> None:
+        """Answer everyone who waits, and from now on everyone who comes, with the reason."""
+        with self._changed:
+            self._death = self._death or reason
+            errands, self._errands = self._errands, []
+            waiting = list(self._waiting)
+            self._changed.notify()
+        for _, errand in errands:
+            with contextlib.suppress(InvalidStateError):  # it came to its end just now
+                errand.set_exception(EngineDeadError(reason))
+        self._answer([(request, EngineDeadError(reason)) for request in waiting])
 
     def _answer(self, done: Iterable[tuple[GenerationRequest, Outcome]]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Outcome]]] = {}
@@ -199,11 +302,15 @@ def _resolve(answers: list[tuple[asyncio.Future, Outcome]]) -> None:
             future.set_result(outcome)
 
 
-def _run_errand(function: Callable[[], object], errand: Future) -> None:
-    try:
-        errand.set_result(function())
-    except BaseException as error:  # handed to the caller's thread
-        errand.set_exception(error)
+def _run_errand(errand: Errand) -> None:
+    function, done = errand
+    with contextlib.suppress(InvalidStateError):  # given up by the watchdog meanwhile
+        try:
+            result = function()
+        except BaseException as error:  # handed to the caller's thread
+            done.set_exception(error)
+        else:
+            done.set_result(result)
 
 
 def _as_engine_error(error: Exception) -> EngineError:
@@ -212,3 +319,10 @@ def _as_engine_error(error: Exception) -> EngineError:
     wrapped = EngineError(f"The engine failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _free_memory_of(error: BaseException) -> None:
+    """What a failed step holds in its frames, so that there is room for the next."""
+    traceback.clear_frames(error.__traceback__)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ prompt and seed alone, and its logprobs are those of the distribution it was sam
 Legend: B rows alive, P padded prompt, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
-from agent_vllm.engines.driver import StepDriver
+from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.models import context_length, evaluating, model_source
 from agent_vllm.engines.weight_sync import check_weights, weight_shapes
 from agent_vllm.logprobs import gather_logprobs
@@ -45,8 +45,9 @@ class TorchRolloutEngine(RolloutEngine):
         model: a causal language model, or a path or id to load one from.
         tokenizer: its tokenizer; loaded from the path when left out.
         max_model_len: prompt and completion together; default is the model's own context.
-        max_batch_size: rows generated side by side.
+        max_batch_size: rows generated side by side; fewer once a batch ran out of memory.
         seed: of requests that bring no seed.
+        hang_s: seconds without a token after which the engine is given up as dead; None: never.
 
     Example:
 
@@ -64,6 +65,7 @@ class TorchRolloutEngine(RolloutEngine):
         max_model_len: int | None = None,
         max_batch_size: int = 256,
         seed: int = 0,
+        hang_s: float | None = HANG_S,
     ) -> None:
         if isinstance(model, str | Path):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
@@ -77,8 +79,10 @@ class TorchRolloutEngine(RolloutEngine):
             seed=seed,
         )
         self._shapes = source.shapes
-        self._batch = _WholeBatches(model, self.tokenizer, max_batch_size)
-        self._driver = StepDriver("torch rollout engine")
+        self._driver = StepDriver("torch rollout engine", hang_s=hang_s)
+        self._batch = _WholeBatches(
+            model, self.tokenizer, max_batch_size, self._driver.note_progress
+        )
         self._driver.attach(self._batch)
 
     async def _sample(self, request: GenerationRequest) -> Completion:
@@ -90,6 +94,14 @@ class TorchRolloutEngine(RolloutEngine):
             check_weights(self._shapes, weight_shapes(model))
         self._driver.call(lambda: setattr(self._batch, "model", model))
 
+    @property
+    def death(self) -> str | None:
+        return self._driver.death
+
+    @property
+    def is_hung(self) -> bool:
+        return self._driver.is_hung
+
     def close(self) -> None:
         self._driver.close()
 
@@ -98,10 +110,15 @@ class _WholeBatches:
     """The driver's engine: every step generates all that waits, to the end."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_batch_size: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        max_batch_size: int,
+        note_progress: Callable[[], None],
     ) -> None:
         self.model = model
         self.policy_version = 0
+        self._note_progress = note_progress
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
         self._waiting: list[GenerationRequest] = []
@@ -115,8 +132,12 @@ class _WholeBatches:
 
     def step(self) -> list[tuple[GenerationRequest, Completion]]:
         batch = self._waiting[: self._max_batch_size]
-        with evaluating(self.model):
-            rows = _generate(self.model, self._tokenizer, batch)
+        try:
+            with evaluating(self.model):
+                rows = _generate(self.model, self._tokenizer, batch, self._note_progress)
+        except torch.OutOfMemoryError:
+            self._max_batch_size = max(len(batch) // 2, 1)  # they will be asked for again
+            raise
         self._waiting = self._waiting[self._max_batch_size :]
         return [(row.request, row.completion(self.policy_version)) for row in rows]
 
@@ -152,6 +173,7 @@ def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     requests: list[GenerationRequest],
+    note_progress: Callable[[], None],
 ) -> list[_RowState]:
     """Sample every request to its end; rows leave the batch as they finish."""
     device = next(model.parameters()).device
@@ -164,6 +186,7 @@ def _generate(
     mask = pad_rows([[1] * len(r.prompt_ids) for r in requests], 0, side="left").to(device)
     cache = DynamicCache(config=model.config)
     while alive:
+        note_progress()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         logits = model(
             input_ids=input_ids,

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
-from agent_vllm.engines.driver import StepDriver
+from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.models import context_length, model_source
 from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper
 from agent_vllm.engines.weight_sync import check_weights, named_weights, weight_shapes
@@ -42,6 +42,9 @@ class VLLMRolloutEngine(RolloutEngine):
         kv_cache_memory_bytes: size of the key/value cache; on CPU the default is what
             `max_num_seqs` sequences can use, at most 1 GiB.
         seed: of requests that bring no seed.
+        hang_s: seconds without progress after which the engine is given up as dead; None: never.
+            What is compiled on first use and a weight sync must fit in; building the engine is not
+            watched.
         engine_args: further arguments of `vllm.EngineArgs`, by its own names.
 
     Raises:
@@ -60,6 +63,7 @@ class VLLMRolloutEngine(RolloutEngine):
         gpu_memory_utilization: float = 0.3,
         kv_cache_memory_bytes: int | None = None,
         seed: int = 0,
+        hang_s: float | None = HANG_S,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         _require_vllm()
@@ -82,7 +86,7 @@ class VLLMRolloutEngine(RolloutEngine):
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             further=engine_args or {},
         )
-        self._driver = StepDriver("vllm rollout engine")
+        self._driver = StepDriver("vllm rollout engine", hang_s=hang_s)
         try:
             self._stepper = self._driver.call(lambda: VLLMStepper(source, options))
         except BaseException:
@@ -121,10 +125,16 @@ class VLLMRolloutEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         return self._stepper.stats
 
+    @property
+    def death(self) -> str | None:
+        return self._driver.death
+
+    @property
+    def is_hung(self) -> bool:
+        return self._driver.is_hung
+
     def close(self) -> None:
-        if self._driver.is_open:
-            self._driver.call(self._stepper.shutdown, even_if_busy=True)
-        self._driver.close()
+        self._driver.close(self._stepper.shutdown)
 
 
 def _require_vllm() -> None:

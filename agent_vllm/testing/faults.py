@@ -15,21 +15,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
-from agent_vllm.errors import EngineError
+from agent_vllm.errors import EngineDeadError, EngineError
 from agent_vllm.tools import Tool, as_tool
 from agent_vllm.types import Completion
+
+_DEATH = "On purpose: the engine is dead."
 
 
 class Fault(StrEnum):
     """What can go wrong with a request.
 
-    All but `HANG` end the trajectory that asked with `StopReason.ENGINE_ERROR`.
+    A rollout makes a request that met one once more, which draws anew whether it meets another. The
+    second one ends the trajectory with `StopReason.ENGINE_ERROR`; `ENGINE_DEATH` does so at once.
+    `HANG` is for deadlines. An engine that hangs for good is found by its own watchdog (`hang_s` of
+    the real engines) and is from then on as `ENGINE_DEATH` leaves it.
     """
 
     REQUEST_ERROR = "request_error"  # this request fails, the engine goes on
+    OUT_OF_MEMORY = "out_of_memory"  # so does this one, for want of memory
     ENGINE_DEATH = "engine_death"  # this request and all later ones fail
     HANG = "hang"  # the answer comes late
     NAN_LOGPROB = "nan_logprob"  # one token's logprob is not a number
@@ -42,8 +49,9 @@ class FaultyEngine(RolloutEngine):
 
     Args:
         engine: answers; closed with this one.
-        faults: either each fault's share of the requests (together at most 1), chosen by `seed` and
-            the request alone; or the fault of each request in order of arrival, None for none.
+        faults: either each fault's share of the requests (together at most 1), chosen by `seed`,
+            the request and how often it met one; or the fault of each request in order of arrival,
+            None for none. A request that is made again is a further one.
         hang_s: seconds of a `HANG`.
         seed: other seeds choose other requests.
 
@@ -74,7 +82,16 @@ class FaultyEngine(RolloutEngine):
         self._hang_s = hang_s
         self._seed = seed
         self._arrivals = itertools.count()
+        self._num_met: Counter[int] = Counter()  # by request
         self._is_dead = False
+
+    @property
+    def death(self) -> str | None:
+        return _DEATH if self._is_dead else self._engine.death
+
+    @property
+    def is_hung(self) -> bool:
+        return self._engine.is_hung
 
     def next_seed(self) -> int:
         return self._engine.next_seed()
@@ -90,9 +107,11 @@ class FaultyEngine(RolloutEngine):
         self.met.update([fault] if fault else [])
         self._is_dead = self._is_dead or fault is Fault.ENGINE_DEATH
         if self._is_dead:
-            raise EngineError("On purpose: the engine is dead.")
+            raise EngineDeadError(_DEATH)
         if fault is Fault.REQUEST_ERROR:
             raise EngineError("On purpose: the request failed.")
+        if fault is Fault.OUT_OF_MEMORY:
+            raise EngineError("On purpose: out of memory.") from torch.OutOfMemoryError()
         if fault is Fault.HANG:
             await asyncio.sleep(self._hang_s)
         return _spoiled(await self._engine._sample(request), fault, request.max_new_tokens)
@@ -101,8 +120,10 @@ class FaultyEngine(RolloutEngine):
         arrival = next(self._arrivals)
         if not isinstance(self._faults, Mapping):
             return self._faults[arrival] if arrival < len(self._faults) else None
-        choice = random.Random(f"{self._seed}/{request.seed}/{request.prompt_ids}")
-        return _drawn(self._faults, choice)
+        key = f"{self._seed}/{request.seed}/{request.prompt_ids}"
+        fault = _drawn(self._faults, random.Random(f"{key}/{self._num_met[hash(key)]}"))
+        self._num_met.update([hash(key)] if fault else [])
+        return fault
 
 
 _CIRCLE: list[Any] = []
