@@ -133,6 +133,7 @@ def held():
 def given_back(before):
     give_up = time.monotonic() + 20
     while True:
+        gc.collect()  # warm workers live as long as their tool
         threads, num_files, num_children = held()
         new = (threads - before[0], num_files - before[1], num_children - before[2])
         if not new[0] and new[1] <= 0 and new[2] <= 0:
@@ -192,7 +193,6 @@ def test_a_tool_that_would_end_the_process(roll, undisturbed, kind):
     wrapped = isolated(as_hostile(function), warm=True).function
     check(undisturbed, roll(wrapped), [result])
     del wrapped
-    gc.collect()  # warm workers live as long as their tool
     assert given_back(before)
 
 
