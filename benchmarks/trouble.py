@@ -1,7 +1,7 @@
 """What goes wrong in a soak, by kind: tools on threads, on the loop and in processes; users.
 
-Owns what each kind does. Its engine faults are `agent_vllm.testing.Fault`. Every result that is text
-bears the number of its trajectory, so that one that went astray shows.
+Owns what each kind does; faults of engines are `agent_vllm.testing.Fault`. What a tool says bears
+the number of its trajectory, so that a result that went astray shows.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 from agent_vllm.testing import Fault
 from agent_vllm.tools import Tool, isolated
 
-SLEEP_S = 3.0  # longer than a call may take, short enough to be over when the soak is counted up
+SLEEP_S = 15.0  # longer than a call may take, short enough to be over when the soak is counted up
 
 
 def mark(number: int) -> str:
@@ -106,22 +106,27 @@ def _isolated() -> Tool:
     return isolated(in_process, warm=True)
 
 
-def trouble_in(
-    kind: str | None, number: int, value: Callable[..., str]
-) -> Callable[..., str | Awaitable[str]]:
+def give_back() -> None:
+    """End the warm workers."""
+    _isolated.cache_clear()
+
+
+def trouble_in(kind: str | None, number: int, value: Callable[..., str]) -> Callable[..., Any]:
     """The tool function of one trajectory: `value` of the arguments, marked, or the trouble."""
 
-    def function(**arguments: Any) -> Any:
-        if kind in ON_THREAD:
-            return ON_THREAD[kind]()
-        if kind in ON_LOOP:
-            return ON_LOOP[kind]()
-        text = f"{value(**arguments)} {mark(number)}"
-        if kind in IN_PROCESS:
-            return _isolated().function(kind=kind, text=text)
-        return text
+    def text(arguments: Any) -> str:
+        return f"{value(**arguments)} {mark(number)}"
 
-    return function
+    def on_thread(**arguments: Any) -> Any:
+        return ON_THREAD[kind]() if kind in ON_THREAD else text(arguments)
+
+    async def on_loop(**_: Any) -> Any:
+        return await ON_LOOP[kind or ""]()
+
+    async def elsewhere(**arguments: Any) -> Any:
+        return await _isolated().function(kind=kind, text=text(arguments))
+
+    return on_loop if kind in ON_LOOP else elsewhere if kind in IN_PROCESS else on_thread
 
 
 # ---- users ----
@@ -151,4 +156,7 @@ def user_of(kind: str | None, number: int) -> Callable[[Any], Any]:
 # ---- engines ----
 
 IN_ENGINE = [fault for fault in Fault if fault is not Fault.ENGINE_DEATH]  # that one ends a run
-KINDS = (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)  # one of a trajectory; engines' come on top
+KINDS = {  # one of a trajectory, with its weight; engines' come on top
+    kind: 0.1 if kind in ("spins", "async, never yields") else 1.0  # these slow all Python down
+    for kind in (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)
+}
