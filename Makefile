@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY GOMP_SPINCOUNT
 TRAIN := $(BIN)/python examples/train_tool_agent.py
 ARGS ?=
 
-.PHONY: train test bench lint lock install clean
+.PHONY: train test bench soak stops audit lint lock install clean
 
 train: export OMP_NUM_THREADS ?= 1
 train: install
@@ -31,6 +31,21 @@ test: install
 bench: export OMP_NUM_THREADS ?= 1
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Many trajectories with faults by a seed: nothing lost, nothing left behind.
+soak: export OMP_NUM_THREADS ?= 1
+soak: install
+	$(BIN)/python -m benchmarks.soak --engine scripted --num-trajectories 20000 $(ARGS)
+	$(BIN)/python -m benchmarks.soak --engine vllm --num-trajectories 500 $(ARGS)
+
+# Ctrl-C and SIGTERM at random moments of a training run.
+stops: export OMP_NUM_THREADS ?= 1
+stops: install
+	$(BIN)/python -m benchmarks.stops $(ARGS)
+
+# Known vulnerabilities of the locked packages, where the registry tells of them.
+audit:
+	$(PYTHON) .ci/audit.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -78,19 +79,32 @@ class Case:
     question: str
     tools: list[Tool]
     has_user: bool
+    reasons: frozenset[StopReason]  # how it may end
 
     @property
     def messages(self) -> list[dict[str, str]]:
         return [{"role": "user", "content": self.question}]
 
 
-def case(number: int, seed: int, question: str, tools: Sequence[Callable[..., str]]) -> Case:
+def case(
+    number: int,
+    seed: int,
+    question: str,
+    tools: Sequence[Callable[..., str]],
+    reasons: Iterable[StopReason],
+) -> Case:
     choice = Random(f"{seed}/{number}")
     in_trouble = choice.random() < TROUBLE_SHARE
     kind = choice.choices([*KINDS], [*KINDS.values()])[0] if in_trouble else None
-    marked = [replace(as_tool(tool), function=trouble_in(kind, number, tool)) for tool in tools]
-    has_user = kind in IN_USER or choice.random() < USER_SHARE
-    return Case(number=number, kind=kind, question=question, tools=marked, has_user=has_user)
+    own = {StopReason.USER_ERROR} if kind in IN_USER else reasons
+    return Case(
+        number=number,
+        kind=kind,
+        question=question,
+        tools=[replace(as_tool(t), function=trouble_in(kind, number, t)) for t in tools],
+        has_user=kind in IN_USER or choice.random() < USER_SHARE,
+        reasons=frozenset({*own, StopReason.ENGINE_ERROR, StopReason.DEADLINE}),
+    )
 
 
 def work(task: int) -> str:
@@ -104,7 +118,8 @@ def work(task: int) -> str:
 
 
 def scripted_cases(numbers: Sequence[int], seed: int) -> list[Case]:
-    return [case(n, seed, f"Do task {mark(n)}.", [work]) for n in numbers]
+    ends = [StopReason.ANSWERED]
+    return [case(n, seed, f"Do task {mark(n)}.", [work], ends) for n in numbers]
 
 
 def agent_cases(numbers: Sequence[int], seed: int) -> list[Case]:
@@ -112,7 +127,7 @@ def agent_cases(numbers: Sequence[int], seed: int) -> list[Case]:
     tasks = make_tasks("train", len(numbers), seed=numbers[0], kinds=SMALL_KINDS)
     questions = [task["prompt"][0]["content"] for task in tasks]
     tools = [calculator, get_price]
-    return [case(n, seed, q, tools) for n, q in zip(numbers, questions, strict=True)]
+    return [case(n, seed, q, tools, StopReason) for n, q in zip(numbers, questions, strict=True)]
 
 
 def script(tokenizer: Any, chat: ChatFormat) -> Callable[[GenerationRequest], list[int]]:
@@ -149,6 +164,8 @@ def problems(case: Case, t: Trajectory, text_of: Callable[[list[int]], str]) -> 
         found.append("has a failed call, but no fault")
     if not case.has_user and t.stop_reason is StopReason.USER_ERROR:
         found.append("has a user's error, but no user")
+    if t.stop_reason not in case.reasons:
+        found.append(f"ended as {t.stop_reason}")
     return found
 
 
@@ -159,12 +176,6 @@ def is_failed(result: ToolResult) -> bool:
 def is_late(result: ToolResult) -> bool:
     """On a busy machine a call can be late without a fault; how many were is printed."""
     return is_failed(result) and "Timed out after" in result.content
-
-
-def scripted_reasons(case: Case) -> set[StopReason]:
-    by_engine = {StopReason.ENGINE_ERROR, StopReason.DEADLINE}
-    own = StopReason.USER_ERROR if case.kind in IN_USER else StopReason.ANSWERED
-    return {own, *by_engine}
 
 
 # ---- what is held ----
@@ -239,48 +250,50 @@ def soak(
     num_trajectories: int,
     batch_size: int,
     seed: int,
-    is_scripted: bool,
 ) -> Outcome:
+    """Ctrl-C ends it early: what was done till then is judged."""
     chat = ChatFormat.from_tokenizer(engine.tokenizer)
     outcome = Outcome()
-    for first in range(-batch_size, num_trajectories, batch_size):  # one batch to warm up
-        last = min(first + batch_size, num_trajectories if first >= 0 else 0)
-        numbers = range(first + batch_size, last + batch_size)
-        batch = make_cases(numbers, seed)
-        start_s = time.monotonic()
-        trajectories = rollout_batch(
-            engine,
-            chat,
-            [case.messages for case in batch],
-            [case.tools for case in batch],
-            users_batch=[user_of(c.kind, c.number) if c.has_user else None for c in batch],
-            limits=LIMITS,
-            seed=seed + first,
-        )
-        seconds = time.monotonic() - start_s
-        if first < 0:
-            time.sleep(SLEEP_S)  # what the last calls of the warm-up left is over
-            outcome.before = Held.now()
-            engine.met.clear()
-            continue
-        outcome.slowest_batch_s = max(outcome.slowest_batch_s, seconds)
-        for case, t in zip(batch, trajectories, strict=True):
-            found = problems(case, t, engine.tokenizer.decode)
-            if is_scripted and t.stop_reason not in scripted_reasons(case):
-                found.append(f"ended as {t.stop_reason}")
-            outcome.add(case, t, found)
-        print(f"  {last:6} trajectories, {seconds:5.1f} s the batch", flush=True)
-    assert outcome.before is not None
+    roll(engine, chat, make_cases(range(batch_size), seed), seed)  # to warm up
+    time.sleep(SLEEP_S)  # till what its last calls left is over
+    outcome.before = Held.now()
+    engine.met.clear()
+    with contextlib.suppress(KeyboardInterrupt):
+        while outcome.num_trajectories < num_trajectories:
+            first = batch_size + outcome.num_trajectories
+            last = min(first + batch_size, batch_size + num_trajectories)
+            cases = make_cases(range(first, last), seed)
+            start_s = time.monotonic()
+            trajectories = roll(engine, chat, cases, seed + first)
+            seconds = time.monotonic() - start_s
+            for case, t in zip(cases, trajectories, strict=True):
+                outcome.add(case, t, problems(case, t, engine.tokenizer.decode))
+            outcome.slowest_batch_s = max(outcome.slowest_batch_s, seconds)
+            print(f"  {outcome.num_trajectories:6} trajectories, {seconds:5.1f} s", flush=True)
     outcome.after = settled(outcome.before)
     return outcome
+
+
+def roll(
+    engine: RolloutEngine, chat: ChatFormat, cases: Sequence[Case], seed: int
+) -> list[Trajectory]:
+    return rollout_batch(
+        engine,
+        chat,
+        [case.messages for case in cases],
+        [case.tools for case in cases],
+        users_batch=[user_of(c.kind, c.number) if c.has_user else None for c in cases],
+        limits=LIMITS,
+        seed=seed,
+    )
 
 
 def failures(outcome: Outcome, num_trajectories: int) -> list[str]:
     """Why the soak failed; empty where it did not."""
     assert outcome.before is not None and outcome.after is not None
     found = outcome.problems[:20]
-    if not num_trajectories == outcome.num_trajectories == outcome.reasons.total():
-        found.append(f"{outcome.num_trajectories} of {num_trajectories} trajectories came back")
+    if num_trajectories != outcome.num_trajectories:
+        found.append(f"{outcome.num_trajectories} of {num_trajectories} trajectories were run")
     if outcome.slowest_batch_s > DEADLINE_S + LIMITS.tool_timeout_s:
         found.append(f"a batch took {outcome.slowest_batch_s:.0f} s")
     return found + [f"{name} grew" for name in outcome.after.grown_since(outcome.before)]
@@ -335,7 +348,6 @@ def main() -> int:
             num_trajectories=arguments.num_trajectories,
             batch_size=arguments.batch_size,
             seed=arguments.seed,
-            is_scripted=is_scripted,
         )
         print_outcome(outcome, engine)
     wrong = failures(outcome, arguments.num_trajectories)
