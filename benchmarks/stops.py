@@ -49,6 +49,7 @@ def start(folder: Path, **options: object) -> int:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
         log = os.open(folder.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -106,7 +107,7 @@ def problems(folder: Path, status: int | None, child: int) -> list[str]:
     found = []
     log = folder.with_suffix(".log").read_text(errors="replace")
     if status != 1:
-        found.append(f"exit status {status}")
+        found.append(f"exit status {status}: {log[-3000:]}")
     if "Traceback" in log:
         found.append("a traceback: " + log[log.index("Traceback") :][:1500])
     if log.count("Stopped.") != 1:

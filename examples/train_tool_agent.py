@@ -333,7 +333,9 @@ def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
 
 
 def stop(*_: Any) -> None:
-    """What schedulers send ends a run as Ctrl-C does."""
+    """What schedulers send (SIGTERM) ends a run as Ctrl-C does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 
