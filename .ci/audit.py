@@ -21,7 +21,6 @@ def report_on(lock):
     python = FOLDER / "bin" / "python"
     if not python.exists():
         venv.create(FOLDER, with_pip=True)
-
     options = ["--no-deps", "--disable-pip", "--format", "json", "--progress-spinner", "off"]
     for command in (
         [python, "-m", "pip", "install", "-q", "pip-audit>=2.10,<3"],

@@ -194,7 +194,8 @@ class Held:
     def now(cls) -> "Held":
         give_back()
         gc.collect()
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        lists = Path("/proc/self/task").glob("*/children")  # each thread has its own
+        children = [child for path in lists for child in path.read_text().split()]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
             threads=threading.active_count(),
@@ -269,7 +270,8 @@ def soak(
             for case, t in zip(cases, trajectories, strict=True):
                 outcome.add(case, t, problems(case, t, engine.tokenizer.decode))
             outcome.slowest_batch_s = max(outcome.slowest_batch_s, seconds)
-            print(f"  {outcome.num_trajectories:6} trajectories, {seconds:5.1f} s", flush=True)
+            done, held = outcome.num_trajectories, Held.now()
+            print(f"  {done:6} trajectories, {seconds:5.1f} s, {held.memory_mb} MB", flush=True)
     outcome.after = settled(outcome.before)
     return outcome
 

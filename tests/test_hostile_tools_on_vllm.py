@@ -122,7 +122,8 @@ def undisturbed(roll):
 
 def held():
     """Threads, open files and child processes of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    lists = Path("/proc/self/task").glob("*/children")  # each thread has its own
+    children = [child for path in lists for child in path.read_text().split()]
     return (
         {thread.ident for thread in threading.enumerate()},
         len(os.listdir("/proc/self/fd")),
