@@ -342,7 +342,8 @@ def main() -> int:
     else:
         from agent_vllm import VLLMRolloutEngine
 
-        inner = VLLMRolloutEngine(*load_model("tiny"))
+        # A cache that the warm-up fills: a larger one takes memory page by page, as it is used.
+        inner = VLLMRolloutEngine(*load_model("tiny"), kv_cache_memory_bytes=64 << 20)
     with faulty_engine(inner, arguments.seed) as engine:
         outcome = soak(
             engine,
