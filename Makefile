@@ -22,7 +22,7 @@ PORT ?= 8000
 TINY_AGENT := from tiny_agent import tiny_agent_path; print(tiny_agent_path())
 MODEL ?= $(shell PYTHONPATH=examples $(BIN)/python -c "$(TINY_AGENT)" 2>/dev/null | tail -n 1)
 
-.PHONY: train test bench serve lint lock install clean
+.PHONY: train test bench serve soak stops audit lint lock install clean
 
 train: export OMP_NUM_THREADS ?= 1
 train: install
@@ -40,6 +40,21 @@ bench: install
 # ARGS are arguments of vLLM's own, such as ARGS="--max-logprobs 5".
 serve: install
 	$(BIN)/agent-vllm serve $(MODEL) --port $(PORT) -- $(ARGS)
+
+# Many trajectories with faults by a seed: nothing lost, nothing left behind.
+soak: export OMP_NUM_THREADS ?= 1
+soak: install
+	$(BIN)/python -m benchmarks.soak --engine scripted --num-trajectories 20000 $(ARGS)
+	$(BIN)/python -m benchmarks.soak --engine vllm --num-trajectories 500 $(ARGS)
+
+# Ctrl-C and SIGTERM at random moments of a training run.
+stops: export OMP_NUM_THREADS ?= 1
+stops: install
+	$(BIN)/python -m benchmarks.stops $(ARGS)
+
+# Known vulnerabilities of the locked packages, where the registry tells of them.
+audit:
+	$(PYTHON) .ci/audit.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ ones that end a turn. Invariant: a template that would rewrite what was sampled 
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -52,11 +53,15 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses it, or it holds more than text.
         """
+        return self._render(messages, [dict(tool.schema) for tool in tools], add_generation_prompt)
+
+    def _render(
+        self, messages: Messages, schemas: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [_text_only(message) for message in messages],
-                tools=[dict(tool.schema) for tool in tools]
-                or None,  # some templates test `is none`
+                tools=schemas or None,  # some templates test `is none`
                 chat_template=self.text,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -75,14 +80,17 @@ class ChatTemplate:
         """The shortest conversation that ends with these results' calls."""
         results = results[:1] if self.one_call_a_turn else results
         calls = tuple((result.name, result.call_id) for result in results)
-        return self._written_calls(calls, tuple(tools))
+        return self._written_calls(calls, tuple(tool.schema_text for tool in tools))
 
     @functools.cached_property
-    def _written_calls(self) -> Callable[[Calls, tuple[Tool, ...]], str]:
-        """Rendered once for all turns that make the same calls: arguments are no part of it."""
+    def _written_calls(self) -> Callable[[Calls, tuple[str, ...]], str]:
+        """Rendered once for all turns that make the same calls: arguments are no part of it.
 
-        def render(calls: Calls, tools: tuple[Tool, ...]) -> str:
-            return self.render(_calling(calls), tools, add_generation_prompt=False)
+        By the schemas' text: a tool that was kept would keep its environment or process alive.
+        """
+
+        def render(calls: Calls, schema_texts: tuple[str, ...]) -> str:
+            return self._render(_calling(calls), list(map(json.loads, schema_texts)), False)
 
         return functools.lru_cache(maxsize=256)(render)
 

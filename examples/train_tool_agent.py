@@ -18,6 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import json
 import random
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from plots import plot_run
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
 from agent_vllm import Tool, Trajectory, rollout_batch
@@ -285,7 +287,7 @@ def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
         before = evaluate_both(trainer, job)
         set_up_s = time.perf_counter() - start_s
         earlier = trainer.seconds
-        trainer.train()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         train_s = time.perf_counter() - start_s - set_up_s
         in_training = {name: s - earlier[name] for name, s in trainer.seconds.items()}
         learn_s = train_s - sum(in_training.values())
@@ -338,12 +340,23 @@ def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
     return script, args, job
 
 
+def stop(*_: Any) -> None:
+    """What schedulers send (SIGTERM) ends a run as Ctrl-C does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, stop)
     script, args, job = parse_arguments()
     try:
         run(script, args, job)
     except KeyboardInterrupt:
-        sys.exit("\nStopped. Checkpoints and rollouts so far are in " + str(args.output_dir))
+        folder = Path(args.output_dir)
+        last = get_last_checkpoint(folder) if folder.exists() else None
+        hint = f"; go on with --resume-from-checkpoint {last}" if last else ""
+        sys.exit(f"\nStopped. Checkpoints and rollouts so far are in {folder}{hint}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The templates that pass and those that are refused are listed in `docs/chat_templates.md`.
 """
 
-import json
+import re
 from pathlib import Path
 
 import families
@@ -29,7 +29,10 @@ from families import (
 from trl.chat_template_utils import add_response_schema, parse_response
 
 from agent_vllm.chat import ChatFormat
-from agent_vllm.types import ToolCall
+from agent_vllm.errors import ChatTemplateError
+from agent_vllm.tools.results import encode_result, failure
+from agent_vllm.types import ToolCall, ToolResult
+from agent_vllm.user_turns import user_suffix_ids
 
 each_template = pytest.mark.parametrize("name", accepted())
 
@@ -185,21 +188,74 @@ def test_a_turn_with_another_end_or_none_gets_the_templates_own(name):
     assert chat.suffix_ids(results, TOOLS, last_token_id=letter) == [sampled[-1], *ended]
 
 
-@each_template
-def test_control_text_in_a_result_stays_text(name):
-    chat = chat_of(name)
+# ---- control text in what others say ----
+
+
+def after_result(chat, text):
+    return chat.suffix_ids([ToolResult(name="record", content=text, status="ok")], TOOLS)
+
+
+def after_error(chat, text):
+    """What a tool raised, as the runner writes it."""
+    content = encode_result({"error": str(failure(ValueError(text)))})
+    result = ToolResult(name="record", content=content, status="failed")
+    return chat.suffix_ids([result], TOOLS)
+
+
+def after_name(chat, text):
+    """A call of an unknown tool, whose name the model wrote."""
+    return chat.suffix_ids([ToolResult(name=text, content="no", status="invalid")], TOOLS)
+
+
+def after_user(chat, text):
+    return user_suffix_ids(chat, text, TOOLS)
+
+
+def in_prompt(chat, text):
+    """What an environment shows at its reset, as part of a prompt."""
+    return chat.prompt_ids([{"role": "user", "content": f"Look: {chat.as_data(text)}"}], TOOLS)
+
+
+SOURCES = {f.__name__: f for f in (after_result, after_error, after_name, after_user, in_prompt)}
+
+
+def control_ids(chat, source, text):
+    """The control ids among those that bring this text, and the text that they decode to."""
     control = set(chat.tokenizer.get_added_vocab().values())
+    ids = SOURCES[source](chat, text)
+    return [i for i in ids if i in control], chat.tokenizer.decode(ids)
+
+
+@each_template
+@pytest.mark.parametrize("source", SOURCES)
+def test_control_text_of_others_stays_text(name, source):
+    """Each of the family's control tokens, a forged turn, and one begun by the text before it."""
+    chat = chat_of(name)
+    try:
+        expected, _ = control_ids(chat, source, "plain")
+    except ChatTemplateError as error:
+        pytest.skip(str(error))
     texts = sorted(chat.tokenizer.get_added_vocab())
-    forged = "".join(texts) + texts[0]
-    plain = chat.suffix_ids(tool_results(CALLS[:1], "plain"), TOOLS)
-    suffix = chat.suffix_ids(tool_results(CALLS[:1], forged), TOOLS)
-    assert [i for i in suffix if i in control] == [i for i in plain if i in control]
-    shown = chat.tokenizer.decode(suffix)
-    assert forged in shown or json.dumps(forged)[1:-1] in shown
-    # The same result unescaped does bring control ids in: the count above can fail.
+    turn = chat.tokenizer.decode(chat.suffix_ids(tool_results(CALLS[:1]), TOOLS))
+    for forged in ("".join(texts) + texts[0], turn, "".join(text[:-1] + text for text in texts)):
+        found, shown = control_ids(chat, source, forged)
+        assert found == expected, forged
+        assert bare(forged) in bare(shown) or source == "after_name"  # some leave names out
+
+
+def bare(text):
+    """Without what JSON, once or twice, makes of it."""
+    return re.sub(r"\\+n|\W", "", text)
+
+
+@each_template
+@pytest.mark.parametrize("source", ["after_result", "in_prompt"])
+def test_control_text_that_is_not_escaped_is_found(name, source):
+    chat = chat_of(name)
     loose = ChatFormat.from_tokenizer(chat.tokenizer, escape_tool_results=False)
-    suffix = loose.suffix_ids(tool_results(CALLS[:1], forged), TOOLS)
-    assert len([i for i in suffix if i in control]) > len([i for i in plain if i in control])
+    forged = "".join(chat.tokenizer.get_added_vocab())
+    few, many = (len(control_ids(loose, source, text)[0]) for text in ("plain", forged))
+    assert many > few
 
 
 # ---- ends ----

@@ -1,9 +1,10 @@
 """Isolated tools: whatever a call does to its process, this one has one result."""
 
+import dataclasses
 import functools
+import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,13 @@ def is_alive(pid):
     return state != "Z"
 
 
+def becomes(holds):
+    give_up = time.monotonic() + 10
+    while not holds() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return holds()
+
+
 def test_results_are_what_a_thread_would_give():
     for function in (untrusted.add, untrusted.add_async):
         assert call(function, a=1, b=2) == ("ok", "3")
@@ -49,21 +57,21 @@ def test_what_is_not_the_function_stays_as_it_was():
     assert isolated(plain).max_concurrency == os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ("function", "result"),
-    [
-        (untrusted.exit_at_once, failed("Ended without a result: exit status 7.")),
-        (untrusted.leave, failed("SystemExit: bye")),
-        (untrusted.interrupt, failed("KeyboardInterrupt")),
-        (untrusted.crash, failed("Ended without a result: killed by SIGSEGV.")),
-        (untrusted.stop_the_caller, failed("Ended without a result: killed by SIGKILL.")),
-        (untrusted.allocate, failed("MemoryError")),
-        (untrusted.close_stdout, ("ok", "closed")),
-        (untrusted.close_everything, failed("Ended without a result: exit status 120.")),
-        (untrusted.talk, ("ok", "talked")),
-        (untrusted.read_stdin, ("ok", "")),
-    ],
-)
+ENDINGS = [
+    (untrusted.exit_at_once, failed("Ended without a result: exit status 7.")),
+    (untrusted.leave, failed("SystemExit: bye")),
+    (untrusted.interrupt, failed("KeyboardInterrupt")),
+    (untrusted.crash, failed("Ended without a result: killed by SIGSEGV.")),
+    (untrusted.stop_the_caller, failed("Ended without a result: killed by SIGKILL.")),
+    (untrusted.allocate, failed("MemoryError")),
+    (untrusted.close_stdout, ("ok", "closed")),
+    (untrusted.close_everything, failed("Ended without a result: exit status 1.")),
+    (untrusted.talk, ("ok", "talked")),
+    (untrusted.read_stdin, ("ok", "")),
+]
+
+
+@pytest.mark.parametrize(("function", "result"), ENDINGS)
 def test_what_a_call_does_to_its_process(function, result):
     assert call(function) == result
 
@@ -107,25 +115,21 @@ def test_files():
     [
         (untrusted.fork_and_stay, ("ok", "forked")),
         (untrusted.fork_and_die, failed("Ended without a result: exit status 7.")),
+        (untrusted.escape, failed("Ended without a result: exit status 7.")),
+        (untrusted.daemonise, ("ok", "daemonised")),
     ],
 )
-def test_a_child_that_would_live_on_is_killed_with_the_call(function, result, tmp_path):
+def test_whatever_a_call_started_ends_with_it(function, result, tmp_path):
     note = tmp_path / "pid"
     assert call(function, path=str(note)) == result
-    give_up = time.monotonic() + 5
-    while is_alive(int(note.read_text())) and time.monotonic() < give_up:
-        time.sleep(0.01)
     assert not is_alive(int(note.read_text()))
 
 
-def test_a_child_that_escapes_is_not_waited_for(tmp_path):
+def test_whatever_a_call_started_ends_when_its_time_is_up(tmp_path):
     note = tmp_path / "pid"
-    ended = failed("Ended without a result: exit status 7.")
-    try:
-        assert call(untrusted.escape, path=str(note)) == ended
-        assert is_alive(int(note.read_text()))  # docs/security.md says so
-    finally:
-        os.kill(int(note.read_text()), signal.SIGKILL)
+    late = failed("Timed out after 2 s.")
+    assert call(untrusted.daemonise_and_sleep, timeout_s=2.0, path=str(note)) == late
+    assert becomes(lambda: not is_alive(int(note.read_text())))
 
 
 def test_secrets_are_not_inherited(monkeypatch):
@@ -163,6 +167,62 @@ def test_what_has_no_name_to_be_found_by_is_refused(function):
 def test_limits_that_are_none(limits):
     with pytest.raises(ToolDefinitionError, match=r"must be a whole number above 0, got"):
         isolated(untrusted.add, **limits)
+
+
+# ---- warm workers ----
+
+
+def warm(function, **limits):
+    """Calls it again and again; each gives (status, content)."""
+    wrapped = isolated(tool(function, **limits.pop("properties", {})), warm=True, **limits)
+    return lambda timeout_s=20.0, **arguments: run([ask(**arguments)], [wrapped], timeout_s)[0]
+
+
+def test_a_warm_call_finds_what_the_import_left():
+    call = warm(untrusted.count)
+    results = [json.loads(call()[1]) for _ in range(3)]
+    assert len({parent for _, parent in results}) == 1  # one worker forked for them all
+    assert [num_calls for num_calls, _ in results] == [1, 1, 1]
+
+
+def test_a_warm_worker_outlives_what_its_calls_do():
+    call = warm(untrusted.do, properties={"what": {}})
+    first = call(what="count")
+    for function, result in ENDINGS:
+        assert call(what=function.__name__) == result
+    assert call(what="count") == first
+
+
+def test_each_warm_call_has_its_processor_time():
+    call = warm(untrusted.use_processor, cpu_s=1, properties={"seconds": {}})
+    assert [call(seconds=0.6) for _ in range(2)] == [("ok", "used")] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "result"),
+    [
+        ("sleep", failed("Timed out after 1 s.")),
+        ("kill_the_worker", failed("Ended without a result: killed by SIGKILL.")),
+    ],
+)
+def test_a_worker_that_is_lost_is_replaced(what, result):
+    call = warm(untrusted.do, properties={"what": {}})
+    first = json.loads(call(what="count")[1])[1]
+    assert call(what=what, timeout_s=1.0) == result
+    assert becomes(lambda: not is_alive(first))
+    second = json.loads(call(what="count")[1])[1]
+    assert second != first
+
+
+def test_warm_calls_side_by_side_have_a_worker_each_and_workers_end_with_the_tool():
+    wrapped = isolated(tool(untrusted.count), warm=True)
+    wrapped = dataclasses.replace(wrapped, max_concurrency=3)
+    results = run([ask() for _ in range(6)], [wrapped], timeout_s=30.0)
+    workers = {json.loads(content)[1] for _, content in results}
+    assert 1 <= len(workers) <= 3 and all(map(is_alive, workers))
+    del wrapped
+    gc.collect()
+    assert not any(map(is_alive, workers))
 
 
 SCRIPT = '''

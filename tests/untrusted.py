@@ -140,3 +140,50 @@ class Box:
 
     def method(self):
         return "method"
+
+
+# ---- what a warm worker must keep from the next call ----
+
+calls = []
+
+
+def count():
+    """Only of its own call."""
+    calls.append(1)
+    sys.modules["json"].loads = None
+    os.environ["LEFT"] = "behind"
+    return [len(calls), os.getppid()]
+
+
+def use_processor(seconds):
+    while time.process_time() < seconds:
+        pass
+    return "used"
+
+
+def kill_the_worker():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def daemonise(path):
+    """A grandchild in a session of its own, whose parent is gone."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(path, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    while not os.path.exists(path) or not os.path.getsize(path):
+        time.sleep(0.01)
+    return "daemonised"
+
+
+def daemonise_and_sleep(path):
+    daemonise(path)
+    time.sleep(600)
+
+
+def do(what):
+    return globals()[what]()

@@ -34,6 +34,7 @@ from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, RolloutLost, SyncAfterSteps
 from trl_integration.environments import RowEnvironments, UserOfRow
+from trl_integration.interrupts import interrupted_afterwards
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import (
     GapMeter,
@@ -189,6 +190,12 @@ class AgentGRPOTrainer(GRPOTrainer):
     def seconds(self) -> dict[str, float]:
         """What all rollouts and weight syncs so far took."""
         return {"rollout": self._rollout_seconds, "sync": self.engine_life.sync_seconds}
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with (
+            interrupted_afterwards()
+        ):  # half a checkpoint would be the last one, and can't be resumed
+            super()._save_checkpoint(*args, **kwargs)
 
     # ---- weights ----
 

@@ -1,7 +1,7 @@
 """isolated: a tool whose every call runs in a process of its own, with limits.
 
-Owns how a function is named to that process, its limits and its end. Invariant: only JSON crosses,
-nothing is unpickled, and when a call ends its process group is gone.
+Owns how a function is named to that process, its limits, and the workers that calls are forked
+from. Invariant: only JSON crosses, nothing is unpickled, and what a call started ends with it.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, Process
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,9 @@ from agent_vllm.tools.tool import Tool, as_tool
 
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
-_CALL = Path(__file__).with_name("isolated_call.py")
-_POLL_S = 0.01
-_DRAIN_S = 1.0  # for an answer that was written just before its process ended
+_WORKER = Path(__file__).with_name("isolated_worker.py")
+_PIECE = 1 << 16
+_END_S = 1.0  # for a worker to kill what its call started
 
 
 def isolated(
@@ -36,14 +38,21 @@ def isolated(
     memory_mb: int = 1024,
     max_output_bytes: int = 1_000_000,
     environment: Sequence[str] = INHERITED_VARIABLES,
+    warm: bool = False,
 ) -> Tool:
-    """The same tool, each call in a fresh process: it can neither end nor change this one.
+    """The same tool, each call in a fresh process: it shares no memory with this one.
 
     The function is found again by its module and name, so it must stand at the top level of a
     module, or of the script that is run. What that module imports is imported in every call: keep
     such tools in a module of their own that imports little. Arguments and results cross as JSON.
     The process starts in an empty folder that is deleted afterwards; what it prints is dropped; at
-    its end, or when its time is up (`Limits.tool_timeout_s`), its whole process group is killed.
+    its end, or when its time is up (`Limits.tool_timeout_s`), all that it started is killed.
+
+    With `warm`, workers import the module once and fork for each call, which takes about 3 ms; a
+    fresh Python takes 140 ms, and what the module imports. A call finds the module as the import left it,
+    whatever other calls did. So the module must stand being forked: threads that its import starts
+    are in no call, and what it opens is shared by all. A worker whose call ran out of time is
+    replaced; all end with the tool.
 
     The process runs as the same user: it can read this user's files and use the network. Calls of
     one tool run side by side on as many CPUs as there are, unless its `max_concurrency` says
@@ -54,6 +63,7 @@ def isolated(
         memory_mb: address space of the process, imports included.
         max_output_bytes: of the result as JSON, and of any file that the call writes.
         environment: names of environment variables that the process may see; no others are.
+        warm: keep the workers, as many as calls ran side by side.
 
     Raises:
         ToolDefinitionError: the function can't be found by name (a lambda, a closure, a method), or
@@ -75,6 +85,7 @@ def isolated(
         memory_mb=memory_mb,
         max_output_bytes=max_output_bytes,
         variables=tuple(environment),
+        warm=warm,
     )
     max_concurrency = tool.max_concurrency or os.cpu_count()
     return dataclasses.replace(tool, function=call, max_concurrency=max_concurrency)
@@ -107,97 +118,126 @@ def _place_of(tool: Tool) -> _Place:
     return _Place(module=module, qualname=qualname, file=file and str(Path(file).resolve()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _IsolatedCall:
-    place: _Place
-    cpu_s: int
-    memory_mb: int
-    max_output_bytes: int
-    variables: tuple[str, ...]
+    """What takes the function's place; async."""
+
+    def __init__(
+        self,
+        *,
+        place: _Place,
+        cpu_s: int,
+        memory_mb: int,
+        max_output_bytes: int,
+        variables: tuple[str, ...],
+        warm: bool,
+    ) -> None:
+        self._sent = {
+            **dataclasses.asdict(place),
+            "cpu_s": cpu_s,
+            "memory_mb": memory_mb,
+            "max_output_bytes": max_output_bytes,
+        }
+        self._variables = variables
+        self._warm = warm
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _end_workers, self._idle)  # at exit too
 
     async def __call__(self, **arguments: Any) -> str:
+        worker = self._take_worker()
         folder = tempfile.mkdtemp(prefix="isolated-")
+        report = None
         try:
-            answer = await self._run(folder, self._request(arguments))
+            report = await worker.run(self._request(folder, arguments))
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        if "error" in answer:
-            raise ToolFailure(answer["error"])
-        return answer["text"]
+            await asyncio.to_thread(self._clean_up, worker, folder, report is not None)
+        if report is None:
+            report = {"answer": "", "status": worker.exit_status}
+        return self._text_of(report["answer"], report["status"])
 
-    async def _run(self, folder: str, request: bytes) -> dict[str, str]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            str(_CALL),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd=folder,
-            env={name: os.environ[name] for name in self.variables if name in os.environ},
-            start_new_session=True,
-            limit=self.max_output_bytes,
-        )
-        try:
-            return await self._answer(process, request)
-        finally:
-            _kill_group(process)
-            await _end(process)
-            # Whoever escaped may hold its pipes open; nothing public closes them.
-            process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
+    def _take_worker(self) -> "_Worker":
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.exit_status is None:
+                return worker
+            worker.end()
+        return _Worker(self._variables)
 
-    def _request(self, arguments: dict[str, Any]) -> bytes:
-        request = {
-            **dataclasses.asdict(self.place),
-            "sys_path": [str(Path(entry).resolve()) for entry in sys.path],
-            "arguments": arguments,
-            "cpu_s": self.cpu_s,
-            "memory_mb": self.memory_mb,
-            "max_output_bytes": self.max_output_bytes,
-        }
-        return json.dumps(request).encode()
+    def _clean_up(self, worker: "_Worker", folder: str, is_whole: bool) -> None:
+        if self._warm and is_whole:
+            self._idle.append(worker)
+        else:
+            worker.end()
+        shutil.rmtree(folder, ignore_errors=True)
 
-    async def _answer(self, process: Process, request: bytes) -> dict[str, str]:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(request)
-        process.stdin.close()
-        reading = asyncio.ensure_future(process.stdout.readline())
-        ending = asyncio.ensure_future(_end(process))
-        try:
-            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # ended, but a child may still hold the pipe
-                _kill_group(process)
-                await asyncio.wait([reading], timeout=_DRAIN_S)
-            line = reading.result() if reading.done() else b""
-            if not line:
-                await asyncio.wait([ending], timeout=_DRAIN_S)
-        except ValueError as error:
-            raise ToolFailure(
-                f"The result is longer than {self.max_output_bytes} bytes."
-            ) from error
-        finally:
-            reading.cancel()
-            ending.cancel()
-        if not line.endswith(b"\n"):
-            raise ToolFailure(f"Ended without a result: {self._cause(process.returncode)}.")
-        return json.loads(line)
+    def _request(self, folder: str, arguments: dict[str, Any]) -> bytes:
+        sys_path = [str(Path(entry).resolve()) for entry in sys.path]
+        request = {**self._sent, "sys_path": sys_path, "folder": folder, "arguments": arguments}
+        return json.dumps(request).encode() + b"\n"
+
+    def _text_of(self, answer: str, status: int | None) -> str:
+        if len(answer) > self._sent["max_output_bytes"]:
+            raise ToolFailure(f"The result is longer than {self._sent['max_output_bytes']} bytes.")
+        if not answer.endswith("\n"):
+            raise ToolFailure(f"Ended without a result: {self._cause(status)}.")
+        found = json.loads(answer)
+        if "error" in found:
+            raise ToolFailure(found["error"])
+        return found["text"]
 
     def _cause(self, status: int | None) -> str:
-        if status is None:
-            return "it closed the pipe"
-        if status >= 0:
+        if status is None or status >= 0:
             return f"exit status {status}"
         if -status == signal.SIGXCPU:
-            return f"{self.cpu_s} s of processor time used up"
+            return f"{self._sent['cpu_s']} s of processor time used up"
         return f"killed by {signal.Signals(-status).name}"
 
 
-async def _end(process: Process) -> None:
-    """Until it has exited; `Process.wait` waits for whoever else holds its pipes as well."""
-    while process.returncode is None:
-        await asyncio.sleep(_POLL_S)
+class _Worker:
+    """A process that forks for calls, one at a time. Belongs to no event loop."""
+
+    def __init__(self, variables: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own file, by this Python
+                [sys.executable, "-I", str(_WORKER), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: os.environ[name] for name in variables if name in os.environ},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.poll()
+
+    async def run(self, request: bytes) -> dict[str, Any] | None:
+        """The report of one call; None where the worker did not live to write it."""
+        loop = asyncio.get_running_loop()
+        report = bytearray()
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_sendall(self._socket, request)
+            while not report.endswith(b"\n"):
+                piece = await loop.sock_recv(self._socket, _PIECE)
+                if not piece:
+                    return None
+                report += piece
+            return json.loads(report)
+        return None
+
+    def end(self) -> None:
+        """End it with all that its call started; returns once it is gone."""
+        self._socket.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it never came to look: still at the import
+            self._process.kill()
+            self._process.wait()
 
 
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
+def _end_workers(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()

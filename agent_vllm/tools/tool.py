@@ -58,6 +58,11 @@ class Tool:
         return self.schema["function"]["name"]
 
     @functools.cached_property
+    def schema_text(self) -> str:
+        """The schema as JSON; the same for tools that the model can't tell apart."""
+        return json.dumps(dict(self.schema))
+
+    @functools.cached_property
     def is_async(self) -> bool:
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object's async __call__
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
