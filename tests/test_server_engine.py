@@ -41,7 +41,7 @@ LONG = 400  # tokens: long enough for an update to find it on its way
 def servers(agent_path, tmp_path_factory):
     with real_servers(agent_path, tmp_path_factory.mktemp("servers"), 2) as servers:
         yield servers
-    assert [server.processes() for server in servers] == [[], []]
+    eventually(lambda: not any(server.processes() for server in servers))
     assert all(is_free(server.port) for server in servers)
 
 
