@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.models import model_source
 from agent_vllm.engines.self_check import check_against_learner
-from agent_vllm.engines.weight_sync import check_weights, weight_shapes
+from agent_vllm.engines.sharding import is_sharded
+from agent_vllm.engines.weight_sync import check_weights, plain_model, weight_shapes
 from agent_vllm.engines.weight_transfer import (
     BACKENDS,
     UNFINISHED,
@@ -28,7 +29,7 @@ from agent_vllm.engines.weight_transfer import (
     is_first_rank,
     wait_for_all_ranks,
 )
-from agent_vllm.errors import EngineError, WeightSyncError
+from agent_vllm.errors import EngineDeadError, EngineError, WeightSyncError
 from agent_vllm.types import Completion
 
 if TYPE_CHECKING:  # they load an HTTP client, which other engines do without
@@ -120,7 +121,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise EngineError("The engine is closed.") from None
+            raise EngineDeadError("The engine is closed.") from None
 
     def stats(self) -> EngineStats:
         return self._fleet.stats
@@ -146,16 +147,18 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 error = caught
         else:
             self._transfer.join(model)
-        label, trouble = from_first_rank((label, error and str(error)))
+        is_dead = isinstance(error, EngineDeadError)
+        label, trouble, is_dead = from_first_rank((label, error and str(error), is_dead))
         if error is not None:
             raise error
         if trouble is not None:
-            raise WeightSyncError(f"The first process could not send the weights: {trouble}")
+            raised = EngineDeadError if is_dead else WeightSyncError
+            raise raised(f"The first process could not send the weights: {trouble}")
         if not is_first_rank():
             self._thread.call(self._fleet.adopt(version, label))
-        if not self._is_checked:
+        if not self._is_checked and not is_sharded(model):
             check_against_learner(
-                model,
+                plain_model(model),
                 self._sample_all,
                 vocab_size=self.vocab_size,
                 dtype=getattr(torch, self._facts.dtype),
@@ -170,12 +173,12 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 call(fleet.hold(self._in_flight))
                 call(fleet.take_back(self._check_again))
                 call(fleet.each(lambda server: server.client.name_weights(UNFINISHED)))
-            self._transfer.send(model, routes)
+            self.num_synced_bytes = self._transfer.send(model, routes)
             call(fleet.each(lambda server: server.client.finish_update(label)))
             call(fleet.reset_caches())
         except BaseException as error:
             call(fleet.abandon(f"a weight update failed: {error}"))
-            if isinstance(error, EngineError):
+            if isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
                 raise WeightSyncError(f"The weights did not reach the servers: {error}") from error
             raise
         call(fleet.go_on(version, label))

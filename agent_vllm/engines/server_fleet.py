@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, ends_on_string
 from agent_vllm.engines.server_client import Answer, NoAnswerError, RefusedError, ServerClient
-from agent_vllm.errors import EngineError, VLLMServerError, WeightSyncError
+from agent_vllm.errors import EngineDeadError, EngineError, VLLMServerError, WeightSyncError
 from agent_vllm.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class Fleet:
         """Sample one sequence, over as many servers and updates as it takes.
 
         Raises:
-            EngineError: no server is left, or it failed too often.
+            EngineDeadError: no server is left.
+            EngineError: it failed too often.
         """
         sampled = _Sampled(request, self._tokenizer)
         failures: list[str] = []
@@ -153,7 +154,7 @@ class Fleet:
         homes = Counter(self._homes.values())
         candidates = [server for server in self.servers if server.is_in]
         if not candidates:
-            raise EngineError(f"No server is left. {self._why_out()}")
+            raise EngineDeadError(f"No server is left. {self._why_out()}")
         chosen = min(candidates, key=lambda server: homes[server])
         if home is not None:
             logger.warning(
@@ -246,7 +247,7 @@ class Fleet:
 
         Raises:
             RefusedError: one of them refused.
-            EngineError: none is left.
+            EngineDeadError: none is left.
         """
         members = self._members()
         results = await asyncio.gather(*map(call, members), return_exceptions=True)
@@ -258,7 +259,7 @@ class Fleet:
             if not isinstance(error, NoAnswerError):
                 raise error
         if not self._members():
-            raise EngineError(f"No server is left. {self._why_out()}")
+            raise EngineDeadError(f"No server is left. {self._why_out()}")
         answered = zip(members, results, strict=True)
         return {s: r for s, r in answered if not isinstance(r, BaseException)}
 

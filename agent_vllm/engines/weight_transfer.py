@@ -8,6 +8,7 @@ Sources: `vllm/distributed/weight_transfer/` of vLLM 0.31; the routes are those 
 `HTTPVLLMWeightSyncClient`.
 """
 
+import math
 import os
 import socket
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agent_vllm.engines.host_state import host_process_kept
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.weight_sync import join_gathers, named_weights
 
 T = TypeVar("T")
 
@@ -49,8 +50,8 @@ class Routes(Protocol):
 class WeightTransfer(Protocol):
     """One way for weights to reach servers."""
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> None:
-        """On the process that talks to the servers."""
+    def send(self, model: PreTrainedModel, routes: Routes) -> int:
+        """On the process that talks to the servers; returns how many bytes each of them got."""
         ...
 
     def join(self, model: PreTrainedModel) -> None:
@@ -104,19 +105,22 @@ class MemoryTransfer:
     def __init__(self, part_bytes: int = _PART_BYTES) -> None:
         self._part_bytes = part_bytes
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> None:
-        weights = iter(named_weights(model))
+    def send(self, model: PreTrainedModel, routes: Routes) -> int:
+        num_bytes = 0
+        weights = named_weights(model)
         try:
             routes.start()
             for first in weights:
-                with _part(first, weights, self._part_bytes) as info:
+                with _part(first, weights, self._part_bytes) as (info, size):
                     routes.update(info)
+                    num_bytes += size
             routes.update({"is_complete": True})
         finally:
             deque(weights, maxlen=0)  # other processes gather what is left, too
+        return num_bytes
 
     def join(self, model: PreTrainedModel) -> None:
-        deque(named_weights(model), maxlen=0)
+        join_gathers(model)
 
     def close(self) -> None:
         pass
@@ -125,8 +129,8 @@ class MemoryTransfer:
 @contextmanager
 def _part(
     first: tuple[str, torch.Tensor], others: Iterable[tuple[str, torch.Tensor]], part_bytes: int
-) -> Iterator[dict[str, Any]]:
-    """`first` and as many more as fill a part; its description for `/update_weights`."""
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """`first` and as many more as fill a part: for `/update_weights`, and its bytes."""
     descriptor = os.memfd_create("agent_vllm_weights")
     with open(descriptor, "wb") as file:
         info: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "offsets": []}
@@ -144,7 +148,7 @@ def _part(
             name, tensor = following
         del tensor
         file.flush()
-        yield {"path": f"/proc/{os.getpid()}/fd/{descriptor}", **info}
+        yield {"path": f"/proc/{os.getpid()}/fd/{descriptor}", **info}, file.tell()
 
 
 def _append(file: BinaryIO, tensor: torch.Tensor) -> int:
@@ -173,7 +177,7 @@ class NcclTransfer:
         self._metadata: list[Any] = []
         self._members: dict[str, int] = {}
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> None:
+    def send(self, model: PreTrainedModel, routes: Routes) -> int:
         source = self._source(model)
         if self._engine is None or self._members != routes.sizes():
             self._members = routes.sizes()
@@ -181,6 +185,7 @@ class NcclTransfer:
         self._engine.source = source
         self._engine.client = _Client(routes)
         self._engine.send_weights()
+        return sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self._metadata)
 
     def join(self, model: PreTrainedModel) -> None:
         deque(self._source(model), maxlen=0)
