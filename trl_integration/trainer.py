@@ -192,9 +192,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         return {"rollout": self._rollout_seconds, "sync": self.engine_life.sync_seconds}
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with (
-            interrupted_afterwards()
-        ):  # half a checkpoint would be the last one, and can't be resumed
+        with interrupted_afterwards():  # a run can't be resumed from half a checkpoint
             super()._save_checkpoint(*args, **kwargs)
 
     # ---- weights ----
