@@ -143,7 +143,9 @@ def text_of(value):
 def test_a_seed_chooses_the_calls():
     def outcomes(seed):
         wrapped = faulty(tool(double, a={"type": "integer"}), raise_share=0.5, seed=seed)
-        return [status for status, _ in run([ask(a=a % 20) for a in range(40)], [wrapped])]
+        told = run([ask(a=a % 20) for a in range(40)], [wrapped])
+        # of two equal calls at a time, either may be the first
+        return sorted((index % 20, status) for index, (status, _) in enumerate(told))
 
     assert outcomes(0) == outcomes(0) != outcomes(1)
-    assert 5 < outcomes(0).count("failed") < 35
+    assert 5 < [status for _, status in outcomes(0)].count("failed") < 35

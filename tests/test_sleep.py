@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
 from test_weight_sync import learner
 from vllm_stand_in import StandIn
 
@@ -104,9 +105,10 @@ def test_the_trainer_lets_the_engine_sleep_between_rollouts(sleeper):
     life = EngineLife(
         engine,
         args=types.SimpleNamespace(vllm_enable_sleep_mode=True),
-        accelerator=None,
+        accelerator=Accelerator(cpu=True),
         tokenizer=engine.tokenizer,
         learner=lambda: model,
+        save_state=lambda: None,
     )
     life.ensure_current()
     sample(engine)

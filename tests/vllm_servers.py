@@ -46,9 +46,18 @@ class RealServer:
         self.process.wait()
 
     def processes(self):
-        """Those that run; one that ended may not have been waited for yet."""
-        group = [p for p in psutil.process_iter(["status"]) if _group(p.pid) == self.process.pid]
-        return [p for p in group if p.info["status"] != psutil.STATUS_ZOMBIE]
+        return left_in_group(self.process.pid)
+
+
+def left_in_group(group):
+    """Processes of it that run; one that ended may not have been waited for yet."""
+    left = [p for p in psutil.process_iter(["status"]) if _group(p.pid) == group]
+    return [p for p in left if p.info["status"] != psutil.STATUS_ZOMBIE]
+
+
+def listening_ports(process):
+    connections = process.net_connections("inet")
+    return [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 def _group(pid):

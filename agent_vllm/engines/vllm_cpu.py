@@ -89,24 +89,29 @@ def unpacked_weights() -> Iterator[None]:
 
 
 def is_unpacked(llm: Any) -> bool:
-    """Whether weights can be loaded into the model as it stands, layer by layer."""
+    """Whether the linear layers keep their weights as they are loaded."""
+    modules = _runner(llm).get_model().modules()
+    linears = [module.cpu_linear for module in modules if hasattr(module, "cpu_linear")]
+    return bool(linears) and all(linear is torch.nn.functional.linear for linear in linears)
+
+
+def is_plain(llm: Any) -> bool:
+    """Whether there is nothing but unquantised linear layers and embeddings, without adapters."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    modules = list(_runner(llm).get_model().modules())
-    methods = [getattr(module, "quant_method", None) for module in modules]
+    methods = [getattr(m, "quant_method", None) for m in _runner(llm).get_model().modules()]
     plain = UnquantizedLinearMethod | UnquantizedEmbeddingMethod
-    linears = [module.cpu_linear for module in modules if hasattr(module, "cpu_linear")]
-    return (
-        llm.vllm_config.lora_config is None
-        and all(isinstance(m, plain) for m in methods if isinstance(m, QuantizeMethodBase))
-        and all(linear is torch.nn.functional.linear for linear in linears)
-    )
+    quantised = [m for m in methods if isinstance(m, QuantizeMethodBase)]
+    return llm.vllm_config.lora_config is None and all(isinstance(m, plain) for m in quantised)
 
 
 def load_unpacked(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy weights into a model that `is_unpacked`; what layers derive from them is made anew."""
+    """Copy weights into a model that `is_unpacked` and `is_plain`.
+
+    What its layers derive from them is made anew.
+    """
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     model = _runner(llm).get_model()

@@ -5,7 +5,7 @@ experts unpacked. Invariant: each parameter of vLLM's model has been loaded, or 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """
     model = llm.model_executor.driver_worker.model_runner.get_model()
     names = {_loader_name(name) for name, _ in model.named_parameters()}
+    is_unpacked = vllm_cpu.is_cpu() and vllm_cpu.is_unpacked(llm)
     with _loads_noted(model) as loaded:
-        if vllm_cpu.is_cpu() and vllm_cpu.is_unpacked(llm):
+        if is_unpacked and vllm_cpu.is_plain(llm):
             vllm_cpu.load_unpacked(llm, weights)
         else:
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            with vllm_cpu.unpacked_weights() if is_unpacked else nullcontext():
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     if vllm_cpu.is_cpu():
         _repack_experts(model)
     missing = sorted(names - loaded)
