@@ -49,10 +49,10 @@ def isolated(
     its end, or when its time is up (`Limits.tool_timeout_s`), all that it started is killed.
 
     With `warm`, workers import the module once and fork for each call, which takes about 3 ms; a
-    fresh Python takes 140 ms, and what the module imports. A call finds the module as the import left it,
-    whatever other calls did. So the module must stand being forked: threads that its import starts
-    are in no call, and what it opens is shared by all. A worker whose call ran out of time is
-    replaced; all end with the tool.
+    fresh Python takes 140 ms, and what the module imports. A call finds the module as the import
+    left it, whatever other calls did. So the module must stand being forked: threads that its
+    import starts are in no call, and what it opens is shared by all. A worker whose call ran out
+    of time is replaced; all end with the tool.
 
     The process runs as the same user: it can read this user's files and use the network. Calls of
     one tool run side by side on as many CPUs as there are, unless its `max_concurrency` says
