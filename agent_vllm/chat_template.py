@@ -55,9 +55,7 @@ class ChatTemplate:
         """
         return self._render(messages, [dict(tool.schema) for tool in tools], add_generation_prompt)
 
-    def _render(
-        self, messages: Messages, schemas: list[dict[str, Any]], add_generation_prompt: bool
-    ) -> str:
+    def _render(self, messages: Messages, schemas: list[Any], add_generation_prompt: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [_text_only(message) for message in messages],

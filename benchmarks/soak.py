@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# oneDNN keeps code for each of the last 1024 shapes, a third of a megabyte each: memory would grow
+# through the whole soak and tell nothing.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 import argparse
 import contextlib
@@ -65,6 +68,7 @@ LIMITS = Limits(
     deadline_s=DEADLINE_S,
 )
 SETTLE_S = 30.0
+NUM_WARM_UPS = 2  # batches
 
 
 # ---- what is run ----
@@ -160,7 +164,7 @@ def problems(case: Case, t: Trajectory, text_of: Callable[[list[int]], str]) -> 
     lists = (t.completion_ids, t.completion_mask, t.logprobs)
     if len({len(values) for values in lists}) != 1 or not all(map(math.isfinite, t.logprobs)):
         found.append("has lists of different lengths, or a logprob that is no number")
-    if case.kind is None and any(is_failed(r) and not is_late(r) for r in t.tool_results):
+    if case.kind is None and any(map(is_unexplained, t.tool_results)):
         found.append("has a failed call, but no fault")
     if not case.has_user and t.stop_reason is StopReason.USER_ERROR:
         found.append("has a user's error, but no user")
@@ -169,13 +173,15 @@ def problems(case: Case, t: Trajectory, text_of: Callable[[list[int]], str]) -> 
     return found
 
 
-def is_failed(result: ToolResult) -> bool:
-    return result.status == "failed"
-
-
 def is_late(result: ToolResult) -> bool:
     """On a busy machine a call can be late without a fault; how many were is printed."""
-    return is_failed(result) and "Timed out after" in result.content
+    return result.status == "failed" and "Timed out after" in result.content
+
+
+def is_unexplained(result: ToolResult) -> bool:
+    """Neither late nor what a tool says of arguments that make no sense."""
+    is_refusal = '"error": "ValueError: ' in result.content
+    return result.status == "failed" and not is_late(result) and not is_refusal
 
 
 # ---- what is held ----
@@ -205,7 +211,7 @@ class Held:
         )
 
     def grown_since(self, before: "Held") -> list[str]:
-        allowed = replace(before, memory_mb=before.memory_mb + max(before.memory_mb // 20, 20))
+        allowed = replace(before, memory_mb=before.memory_mb * 11 // 10)  # a flood leaves some free
         names = ("threads", "processes", "files", "memory_mb")
         return [name for name in names if getattr(self, name) > getattr(allowed, name)]
 
@@ -255,7 +261,8 @@ def soak(
     """Ctrl-C ends it early: what was done till then is judged."""
     chat = ChatFormat.from_tokenizer(engine.tokenizer)
     outcome = Outcome()
-    roll(engine, chat, make_cases(range(batch_size), seed), seed)  # to warm up
+    for warm_up in range(NUM_WARM_UPS):
+        roll(engine, chat, make_cases(range(batch_size), seed + warm_up), seed + warm_up)
     time.sleep(SLEEP_S)  # till what its last calls left is over
     outcome.before = Held.now()
     engine.met.clear()

@@ -14,6 +14,7 @@ from benchmarks.trouble import KINDS
 @pytest.fixture
 def quick(monkeypatch):
     """Calls have a second; nothing sleeps in C code for longer than two."""
+    monkeypatch.setattr(soak, "NUM_WARM_UPS", 1)
     monkeypatch.setattr(soak, "LIMITS", replace(soak.LIMITS, tool_timeout_s=1.0))
     for module in ("benchmarks.soak", "benchmarks.trouble"):
         monkeypatch.setattr(f"{module}.SLEEP_S", 2.0)
@@ -63,6 +64,7 @@ def ended(result="did 7 #7#", status="ok", question=CASE.question, **fields):
         (ended(question="Do task #8#."), ["has another prompt", "bears the marks [7, 8]"]),
         (ended("did 8 #8#"), ["bears the marks [7, 8]"]),
         (ended('{"error": "no"}', "failed"), ["has a failed call, but no fault"]),
+        (ended('{"error": "ValueError: no"}', "failed"), []),
         (ended('{"error": "Timed out after 1 s."}', "failed"), []),
         (
             ended(stop_reason=StopReason.USER_ERROR),

@@ -51,8 +51,8 @@ def isolated(
     With `warm`, workers import the module once and fork for each call, which takes about 3 ms; a
     fresh Python takes 140 ms, and what the module imports. A call finds the module as the import
     left it, whatever other calls did. So the module must stand being forked: threads that its
-    import starts are in no call, and what it opens is shared by all. A worker whose call ran out of
-    time is replaced; all end with the tool.
+    import starts are in no call, and what it opens is shared by all. A worker whose call ran out
+    of time is replaced; all end with the tool.
 
     The process runs as the same user: it can read this user's files and use the network. Calls of
     one tool run side by side on as many CPUs as there are, unless its `max_concurrency` says
