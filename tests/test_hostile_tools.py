@@ -275,7 +275,9 @@ def test_a_background_task_that_exits_leaves_the_loop_to_others():
     assert asyncio.run(work()) == ["spawned", "served"]
 
 
-def test_a_stuck_loop_lets_its_other_calls_end_and_then_its_thread():
+@pytest.mark.parametrize("num_calls", [1, 5])
+def test_a_stuck_loop_lets_its_other_calls_end_and_then_its_thread(num_calls):
+    """Also where several time out on it together."""
     release, threads = threading.Event(), []
 
     async def hold():
@@ -289,7 +291,7 @@ def test_a_stuck_loop_lets_its_other_calls_end_and_then_its_thread():
     async def work():
         runner = ToolRunner(timeout_s=0.1)
         tools = tools_by_name([tool(hold, "hold"), tool(later, "later")])
-        (first,) = await runner.run([ask("hold")], tools)
+        first, *_ = await runner.run([ask("hold")] * num_calls, tools)
         (second,) = await runner.run([ask("later")], tools)
         runner.close()
         return [json.loads(first.content)["error"], second.content]

@@ -15,7 +15,7 @@ from agent_vllm.tools.threads import interrupt
 
 T = TypeVar("T")
 
-_PING_S = 0.2
+_PING_S = 0.5
 _CANCEL_S = 2.0
 
 
@@ -24,6 +24,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.is_stuck = False
+        self._is_being_freed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True, name="async tools")
         self._thread.start()
@@ -67,14 +68,25 @@ class LoopThread:
         self._loop.stop()
 
     async def _free(self) -> None:
-        """Interrupt a task that holds the loop; give the loop up if that does not help."""
-        if self.is_stuck or await self._answers():
+        """Interrupt a task that holds the loop; give the loop up if that does not help.
+
+        Of calls that time out together one does it, and the others wait for that.
+        """
+        while self._is_being_freed:
+            await asyncio.sleep(0.01)
+        if self.is_stuck:
             return
-        interrupt(self._thread)
-        if await self._answers():
-            return
-        self.is_stuck = True  # the tasks that wait on it may still end in their time
-        asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self._loop)
+        self._is_being_freed = True
+        try:
+            if await self._answers():
+                return
+            interrupt(self._thread)
+            if await self._answers():
+                return
+            self.is_stuck = True  # the tasks that wait on it may still end in their time
+            asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self._loop)
+        finally:
+            self._is_being_freed = False
 
     async def _answers(self) -> bool:
         answered = threading.Event()
