@@ -7,14 +7,14 @@ the number of its trajectory, so that a result that went astray shows.
 import asyncio
 import functools
 import math
-import os
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agent_vllm.testing import Fault
 from agent_vllm.tools import Tool, isolated
+from benchmarks.trouble_in_process import KINDS as IN_PROCESS
+from benchmarks.trouble_in_process import in_process
 
 SLEEP_S = 15.0  # longer than a call may take, short enough to be over when the soak is counted up
 
@@ -77,28 +77,6 @@ ON_LOOP: dict[str, Callable[[], Awaitable[Any]]] = {
     "async, never yields": hold_the_loop,
     "async, cancels itself": cancel_itself,
 }
-
-
-def in_process(kind: str, text: str) -> str:
-    """
-    Misbehaves in a process of its own.
-
-    Args:
-        kind: how
-        text: what is returned
-    """
-    if kind == "isolated, exits":
-        os._exit(7)
-    if kind == "isolated, sleeps":
-        time.sleep(600)
-    if kind == "isolated, sys.exit":
-        sys.exit("bye")
-    if os.fork() == 0:  # "isolated, forks"
-        time.sleep(600)
-    return text
-
-
-IN_PROCESS = ("isolated, exits", "isolated, sleeps", "isolated, sys.exit", "isolated, forks")
 
 
 @functools.cache
