@@ -337,13 +337,18 @@ def test_e01_a_prompt_that_is_too_long_ends_alone(make_trainer, agent):
 
 
 class FailingEngine(TorchRolloutEngine):
-    """Fails for the first `num_failing` requests."""
+    """Fails for `num_failing` requests, also when they are made again."""
 
     num_failing = 0
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.failing = set()
+
     async def _sample(self, request):
-        if self.num_failing:
-            self.num_failing -= 1
+        if len(self.failing) < self.num_failing:
+            self.failing.add(request.seed)
+        if request.seed in self.failing:
             raise EngineError("lost")
         return await super()._sample(request)
 
@@ -360,7 +365,7 @@ def test_e07_engine_errors_leave_rows_out_and_a_dead_engine_stops_the_run(make_t
     mask = inputs["completion_mask"] * inputs["tool_mask"]
     assert [bool(row.any()) for row in mask] == [not out for out in left_out]
     engine.num_failing = 100
-    with pytest.raises(EngineError, match="failed on all 8 trajectories"):
+    with pytest.raises(EngineError, match="failed all 8 trajectories"):
         trainer._generate_and_score_completions(batch)
     engine.close()
 

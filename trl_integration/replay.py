@@ -99,8 +99,11 @@ class ReplayTrainer(AgentGRPOTrainer):
     def _rollout(self, prompts: list[Any]) -> list[Trajectory]:
         trajectories = [to_trajectory(record) for record in self._records]
         self._rollout_s = max((s.end_s for t in trajectories for s in t.spans), default=0.0)
-        self._engine_stats = None
+        self._engine_stats, self._num_retries = None, 0
         return trajectories
+
+    def _give_up_rollout(self) -> None:
+        """What was lost is scored as it was."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any

@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -400,7 +400,7 @@ class AgentGRPOTrainer(GRPOTrainer):
         text = f"{self.args.seed}/{self.accelerator.process_index}/{key}/{self._rollouts_at[key]}"
         return random.Random(text).getrandbits(63)
 
-    def _give_up_rollout(self) -> NoReturn:
+    def _give_up_rollout(self) -> None:
         """Nothing came of it: it goes into the record, and its seed to the next try."""
         num_rows = len(self.trajectories)
         if self._record is not None:
