@@ -302,6 +302,22 @@ def test_a_stuck_loop_lets_its_other_calls_end_and_then_its_thread():
     assert not threads[0].is_alive()
 
 
+def test_a_stuck_loop_that_many_calls_give_up_ends_its_thread():
+    release, threads = threading.Event(), []
+
+    async def hold():
+        threads.append(threading.current_thread())
+        release.wait()  # C code
+
+    try:
+        late = failed("Timed out after 0.1 s.")
+        assert run([ask() for _ in range(8)], [tool(hold)], timeout_s=0.1) == [late] * 8
+    finally:
+        release.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
 def test_close_cancels_what_still_runs():
     cancelled, threads = threading.Event(), []
 

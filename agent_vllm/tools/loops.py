@@ -71,7 +71,7 @@ class LoopThread:
         if self.is_stuck or await self._answers():
             return
         interrupt(self._thread)
-        if await self._answers():
+        if await self._answers() or self.is_stuck:  # given up by another call meanwhile
             return
         self.is_stuck = True  # the tasks that wait on it may still end in their time
         asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self._loop)
