@@ -64,7 +64,7 @@ LIMITS = Limits(
     max_turns=6,
     max_completion_tokens=600,
     max_tool_result_tokens=60,
-    tool_timeout_s=10.0,
+    tool_timeout_s=4.0,
     deadline_s=DEADLINE_S,
 )
 SETTLE_S = 30.0

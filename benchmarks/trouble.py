@@ -16,7 +16,7 @@ from agent_vllm.tools import Tool, isolated
 from benchmarks.trouble_in_process import KINDS as IN_PROCESS
 from benchmarks.trouble_in_process import in_process
 
-SLEEP_S = 15.0  # longer than a call may take, short enough to be over when the soak is counted up
+SLEEP_S = 6.0  # longer than a call may take, short enough to be over when the soak is counted up
 
 
 def mark(number: int) -> str:
@@ -134,7 +134,7 @@ def user_of(kind: str | None, number: int) -> Callable[[Any], Any]:
 # ---- engines ----
 
 IN_ENGINE = [fault for fault in Fault if fault is not Fault.ENGINE_DEATH]  # that one ends a run
+_SLOW = ("spins", "async, never yields", "floods")  # each holds up all of Python for a while
 KINDS = {  # one of a trajectory, with its weight; engines' come on top
-    kind: 0.1 if kind in ("spins", "async, never yields") else 1.0  # these slow all Python down
-    for kind in (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)
+    kind: 0.1 if kind in _SLOW else 1.0 for kind in (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)
 }
