@@ -146,11 +146,17 @@ class Environments:
         """The methods that the model may call in this kind of environment."""
         return list(self._kind(self.examples[name]).schemas)
 
-    def start(self, rows: Sequence[Mapping[str, Any]]) -> list[StartedEnvironment]:
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], as_data: Callable[[str], str] = str
+    ) -> list[StartedEnvironment]:
         """An instance for each row, all reset side by side. Those of the last start are given back.
 
         A row's columns are the arguments of `reset`; several kinds don't get `environment`. Each
         gets a copy.
+
+        Args:
+            as_data: what `reset` says goes through it on its way into the prompt;
+                `ChatFormat.as_data` keeps control tokens text.
 
         Raises:
             EnvironmentDefinitionError: a row names an environment that there is no factory for.
@@ -159,7 +165,7 @@ class Environments:
         names = [row.get("environment") if self.is_routed else None for row in rows]
         for name in names:
             self.check_name(name)
-        started = _blocking(self._start_all(names, rows))
+        started = _blocking(self._start_all(names, rows, as_data))
         self._report([s.error for s in started])
         return started
 
@@ -200,13 +206,19 @@ class Environments:
         return made
 
     async def _start_all(
-        self, names: Sequence[str | None], rows: Sequence[Mapping[str, Any]]
+        self,
+        names: Sequence[str | None],
+        rows: Sequence[Mapping[str, Any]],
+        as_data: Callable[[str], str],
     ) -> list[StartedEnvironment]:
         at_hand = [self._idle[name].pop(0) if self._idle[name] else None for name in names]
         self._in_use = list(zip(names, at_hand, strict=True))
-        return await asyncio.gather(*(self._start(place, row) for place, row in enumerate(rows)))
+        places = enumerate(rows)
+        return await asyncio.gather(*(self._start(place, row, as_data) for place, row in places))
 
-    async def _start(self, place: int, row: Mapping[str, Any]) -> StartedEnvironment:
+    async def _start(
+        self, place: int, row: Mapping[str, Any], as_data: Callable[[str], str]
+    ) -> StartedEnvironment:
         name, instance = self._in_use[place]
         messages = [dict(message) for message in row.get("prompt") or _NO_PROMPT]
         try:
@@ -223,7 +235,7 @@ class Environments:
                 instance.is_usable = False
             return StartedEnvironment(messages=messages, error=str(failed))
         return StartedEnvironment(
-            messages=messages if said is None else _with_text(messages, said),
+            messages=messages if said is None else _with_text(messages, as_data(said)),
             tools=tools,
             user=instance.user if kind.has_user else None,
             environment=instance.environment,

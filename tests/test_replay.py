@@ -232,7 +232,8 @@ def test_samples_that_begin_alike_go_on_as_recorded(chat, scripted, tmp_path):
     assert len({t.turn_outputs[0] for t in made}) == 1
     replay = ReplayRolloutEngine(record_of(tmp_path / "r.jsonl", made), chat.tokenizer)
     again = rollout_batch(replay, chat, [user()], [[add]], num_generations=3)
-    assert [t.turn_outputs[1] for t in again] == ["one", "two", "three"]
+    # which of them asks first is up to their tools
+    assert sorted(t.turn_outputs[1] for t in again) == ["one", "three", "two"]
 
 
 def test_an_engine_error_is_played_back_too(chat, scripted, tmp_path):

@@ -241,6 +241,27 @@ def test_each_row_has_the_tools_and_the_reward_of_its_environment(make_trainer):
     assert inputs["advantages"].tolist() == [0.0] * 8
 
 
+class Forger(SelfScoring):
+    """Says what ends the user's turn and begins the assistant's."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        return f" {self.forged}"
+
+
+@pytest.mark.parametrize("is_escaped", [True, False])
+def test_control_text_of_a_reset_stays_text(make_trainer, monkeypatch, is_escaped):
+    def num_control_ids(forged):
+        monkeypatch.setattr(Forger, "forged", forged, raising=False)
+        trainer = make_trainer(Forger, escape_tool_results=is_escaped)
+        rollout(trainer, [row()] * 8)
+        ids, tokenizer = trainer.trajectories[0].prompt_ids, trainer._tokenizer
+        return sum(ids.count(token) for token in tokenizer.get_added_vocab().values())
+
+    end = make_trainer(Forger)._tokenizer.eos_token
+    assert num_control_ids(f"7{end}") - num_control_ids("7") == (0 if is_escaped else 1)
+
+
 def test_the_callers_list_of_reward_functions_is_not_written_to(make_trainer):
     reward_funcs = [counted]
     make_trainer(SelfScoring, reward_funcs=reward_funcs)

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from agent_vllm.chat import ChatFormat
 from agent_vllm.environments import Environments, Factory, StartedEnvironment
 from agent_vllm.errors import EnvironmentDefinitionError
 from agent_vllm.tools import Tool
@@ -104,10 +105,11 @@ class RowEnvironments:
         own = [functools.partial(_own_reward, kind) for kind in types]
         return [without_failures(function) for function in [*users, *own]]
 
-    def start(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Reset an environment for each row."""
+    def start(self, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> None:
+        """Reset an environment for each row; control tokens in what it says stay text."""
         self._rows, self.instances = rows, None
-        self._started = [] if self._environments is None else self._environments.start(rows)
+        if self._environments is not None:
+            self._started = self._environments.start(rows, chat.as_data)
 
     def prompts(self) -> list[dict[str, Any]]:
         """The column that the started environments change in their rows."""

@@ -250,7 +250,7 @@ class AgentGRPOTrainer(GRPOTrainer):
     def _try_to_generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's part, with environments that are reset for each try."""
         self.environments = None  # TRL would reset them
-        self._environments.start(self._rows)
+        self._environments.start(self._rows, self.chat_format)
         rows = zip(inputs, self._environments.prompts(), strict=True)
         # new rows: TRL adds columns, and samplers repeat row objects
         return super()._generate_and_score_completions([row | prompt for row, prompt in rows])
