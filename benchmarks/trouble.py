@@ -5,6 +5,7 @@ the number of its trajectory, so that a result that went astray shows.
 """
 
 import asyncio
+import dataclasses
 import functools
 import math
 import time
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agent_vllm.testing import Fault
-from agent_vllm.tools import Tool, isolated
+from agent_vllm.tools import Tool, as_tool, isolated
 from benchmarks.trouble_in_process import KINDS as IN_PROCESS
 from benchmarks.trouble_in_process import in_process
 
@@ -81,7 +82,8 @@ ON_LOOP: dict[str, Callable[[], Awaitable[Any]]] = {
 
 @functools.cache
 def _isolated() -> Tool:
-    return isolated(in_process, warm=True)
+    # most of them sleep: they need no processor each
+    return isolated(dataclasses.replace(as_tool(in_process), max_concurrency=64), warm=True)
 
 
 def give_back() -> None:
