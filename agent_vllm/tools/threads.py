@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -101,10 +102,13 @@ class Worker:
         self._jobs.put(None)
 
     def _work(self) -> None:
+        process = os.getpid()
         with contextlib.suppress(Interrupted):  # it came late
             while not self.is_given_up and (job := self._next()) is not None:
                 if job[1].set_running_or_notify_cancel():
                     _run(*job)
+                if os.getpid() != process:
+                    os._exit(0)  # a copy of the process that the work forked and let go on
                 del job  # an idle thread keeps nothing alive
 
     def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
