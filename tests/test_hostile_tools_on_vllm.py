@@ -101,7 +101,7 @@ def roll(vllm_engine, agent_path):
                 tool_timeout_s=tool_timeout_s,
             ),
             temperature=0.7,
-            seed=2,
+            seed=roll.seed,
         )
 
     return roll
@@ -113,11 +113,13 @@ def as_hostile(function):
 
 @pytest.fixture(scope="module")
 def undisturbed(roll):
-    trajectories = roll()
-    for t in trajectories[:2]:  # else there is nothing to disturb
-        assert [r.name for r in t.tool_results][:1] == ["calculator"]
-    assert sum(len(t.tool_results) for t in trajectories) > 4
-    return trajectories
+    for roll.seed in range(20):
+        trajectories = roll()
+        first = [[r.name for r in t.tool_results][:1] for t in trajectories[:2]]
+        num_calls = sum(len(t.tool_results) for t in trajectories)
+        if first == [["calculator"]] * 2 and num_calls > 4:  # else there is nothing to disturb
+            return trajectories
+    raise AssertionError("the agent never calls its calculator")
 
 
 def held():
