@@ -138,5 +138,5 @@ def user_of(kind: str | None, number: int) -> Callable[[Any], Any]:
 IN_ENGINE = [fault for fault in Fault if fault is not Fault.ENGINE_DEATH]  # that one ends a run
 _SLOW = ("spins", "async, never yields", "floods")  # each holds up all of Python for a while
 KINDS = {  # one of a trajectory, with its weight; engines' come on top
-    kind: 0.1 if kind in _SLOW else 1.0 for kind in (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)
+    kind: 0.02 if kind in _SLOW else 1.0 for kind in (*ON_THREAD, *ON_LOOP, *IN_PROCESS, *IN_USER)
 }

@@ -268,10 +268,10 @@ class LostEngine(TorchRolloutEngine):
 
 
 def lost_engine(folder):
-    """Rank 1's engine answers nobody."""
+    """Rank 1's engine answers nobody: noticed before the next rollout."""
     learner = agent()
     engine = (LostEngine if RANK == 1 else TorchRolloutEngine)(*learner)
-    run = trainer(folder, engine, learner=learner, max_steps=1)
+    run = trainer(folder, engine, learner=learner, max_steps=4)
     run.train()
     finish(run, folder)
 

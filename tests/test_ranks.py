@@ -231,7 +231,8 @@ def test_an_engine_that_dies_on_one_rank_ends_the_run_on_both(first):
     folder, code, output = first
     assert code != 0
     assert not list((folder / "lost_engine").glob("facts-*"))
-    assert re.search(r"EngineError: The engine failed on all 6 trajectories.*lost", output)
+    assert re.search(r"EngineDeadError: .*it failed all 6 trajectories.*lost", output)
+    assert re.search(r"EngineDeadError: .*it lives, but not those of all other", output)
 
 
 def test_f13_two_ranks_resume_in_new_processes_token_by_token(first, second):
