@@ -68,7 +68,7 @@ LIMITS = Limits(
     deadline_s=DEADLINE_S,
 )
 SETTLE_S = 30.0
-NUM_WARM_UPS = 2  # batches
+NUM_WARM_UPS = 5  # threads, workers and their memory: as many as will ever be at work at a time
 
 
 # ---- what is run ----
