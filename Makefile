@@ -39,7 +39,7 @@ bench: install
 
 # ARGS are arguments of vLLM's own, such as ARGS="--max-logprobs 5".
 serve: install
-	$(BIN)/agent-vllm serve $(MODEL) --port $(PORT) -- $(ARGS)
+	$(BIN)/agent-vllm serve $(MODEL) --port $(PORT) $(if $(ARGS),-- $(ARGS))
 
 # Many trajectories with faults by a seed: nothing lost, nothing left behind.
 soak: export OMP_NUM_THREADS ?= 1
