@@ -385,7 +385,7 @@ def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lo
     trainer = make_trainer()
     steps_of(trainer.rollout_engine).step = raising(None)
     trainer._rows = [dict(row) for row in rows(1)]
-    trainer._environments.start(trainer._rows)
+    trainer._environments.start(trainer._rows, trainer.chat_format)
     trajectories = trainer._rollout([row["prompt"] for row in trainer._rows])
     trainer.engine_life._accelerator = OtherProcess(False, other_lost, other_lost)
     assert trainer.engine_life.is_lost(trajectories) == other_lost

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -170,10 +171,8 @@ def update_in_flight(engine, model, servers):
         target=lambda: completions.extend(asyncio.run(generate_long(engine)))
     )
     rollout.start()
-    if engine._in_flight == "continue":  # what is cut has to have begun
-        eventually(lambda: not any(map(is_idle, servers)), 60.0)
-    else:
-        eventually(lambda: all(server.tasks for server in engine._fleet.servers), 60.0)
+    eventually(lambda: all(server.tasks for server in engine._fleet.servers), 60.0)
+    time.sleep(0.3)  # what is cut has to have begun
     engine.update_policy(model)
     rollout.join()
     return completions
