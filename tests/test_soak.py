@@ -32,7 +32,7 @@ def test_nothing_is_lost_and_nothing_left(agent_path, quick, capsys):
 
 def test_kinds_are_drawn_by_seed_and_all_of_them_come():
     def kinds(seed):
-        return [case.kind for case in soak.scripted_cases(range(2000), seed)]
+        return [case.kind for case in soak.scripted_cases(range(20_000), seed)]
 
     assert kinds(0) == kinds(0) != kinds(1)
     assert set(kinds(0)) == {*KINDS, None} and len(KINDS) >= 20
