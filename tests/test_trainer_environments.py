@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import call
+from test_trainer import hasattr_config
 from tiny_tasks import get_price, make_tasks
 from worlds import AsyncCounter, AsyncTrouble, Counter, SelfScoring, Trouble, WordGame
 
@@ -43,7 +44,7 @@ def make_trainer(agent, tmp_path):
     trainers = []
 
     def make(factory=None, *, turns=("Done.",), engine=None, data=None, **changes):
-        settings = {name: changes.pop(name) for name in list(changes) if is_setting(name)}
+        settings = {name: changes.pop(name) for name in list(changes) if hasattr_config(name)}
         args = AgentGRPOConfig(
             **{
                 "output_dir": str(tmp_path / "out"),
@@ -80,10 +81,6 @@ def make_trainer(agent, tmp_path):
     yield make
     for trainer in trainers:
         trainer.close()
-
-
-def is_setting(name):
-    return name in AgentGRPOConfig.__dataclass_fields__
 
 
 def row(**columns):
