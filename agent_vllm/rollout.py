@@ -13,6 +13,7 @@ from typing import Any
 
 from agent_vllm.blocking import run_blocking
 from agent_vllm.chat import ChatFormat
+from agent_vllm.collector import rare_full_collections
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.episode import Episode
 from agent_vllm.status import RolloutStatus
@@ -160,8 +161,9 @@ async def rollout_batch_async(
             )
             stories.append(episode.run)
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(story()) for story in stories]
+        with rare_full_collections():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(story()) for story in stories]
     except BaseExceptionGroup as errors:
         error = _first(errors)
         raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None

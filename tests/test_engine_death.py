@@ -207,7 +207,7 @@ def test_a_rebuilt_engine_makes_the_run_that_it_would_have_been(
     assert_same_run(trainer, plain(engine))
     assert versions(trainer) == versions(plain(engine))
     assert trainer.rollout_engine is not first
-    assert first._driver.is_hung == (fault == "hangs")
+    assert first.death == (HUNG if fault == "hangs" else "The engine is closed.")
     assert trainer.rollout_engine.policy_version == 1 + 3
     assert logged(trainer, "engine/rebuilds") == [0.0, 1.0, 1.0]
     lost = records(trainer, trained=False, step=1)

@@ -194,6 +194,20 @@ def test_a_server_that_was_started_again_gets_no_request_before_it_has_the_weigh
     assert len(request_ids(first)) > 0
 
 
+def test_a_dead_server_is_told_of_once_where_another_process_sends_the_weights(
+    build, servers, caplog
+):
+    dead, alive = servers
+    engine = build(dead, alive)
+    dead.stop()
+    with caplog.at_level(logging.WARNING):
+        for version, label in enumerate(["first", "second", "third"]):
+            alive.name_weights(label)
+            engine._thread.call(engine._fleet.adopt(version, label))
+            assert generate(engine).token_ids == [TOKEN] * 3
+    assert [f"{dead.url} is out" in message for message in caplog.messages] == [True]
+
+
 def test_d02_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_path):
     server, _ = servers
     engine = build(server)

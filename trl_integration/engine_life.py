@@ -91,7 +91,7 @@ class EngineLife:
     def after_step(self) -> dict[str, float]:
         """The learner has moved on. A dead engine is left to `ensure_current`; returns metrics."""
         self._is_current = False
-        if not any(self._on_all(self._death is not None)):
+        if not self._is_dead_anywhere():
             with contextlib.suppress(EngineDeadError):  # it died just now
                 return self.sync()
         self.engine.policy_version += 1  # of the weights that its successor will hold
@@ -106,7 +106,7 @@ class EngineLife:
         Raises:
             EngineDeadError: the engine is dead and not to be replaced; says where the state is.
         """
-        if any(self._on_all(self._death is not None)):
+        if self._is_dead_anywhere():
             self._replace()
         if not self._is_current:
             with contextlib.suppress(EngineDeadError):  # so the rollout will be lost
@@ -128,10 +128,11 @@ class EngineLife:
         errors = [t.error for t in begun if t.stop_reason is StopReason.ENGINE_ERROR]
         if errors and len(errors) == len(begun):
             self._verdict = f"it failed all {len(errors)} trajectories, the first with: {errors[0]}"
-        if not any(self._on_all(self._death is not None)):
+        dead, some_failed, none_answered = self._on_all(
+            self._death is not None, bool(errors), len(errors) == len(begun)
+        )
+        if not any(dead):
             self._num_rebuilds_in_a_row = 0
-        some_failed = self._on_all(bool(errors))
-        none_answered = self._on_all(len(errors) == len(begun))
         return any(some_failed) and all(none_answered)
 
     def learner_changed(self, num_steps: int = 0) -> None:
@@ -154,10 +155,13 @@ class EngineLife:
     def _death(self) -> str | None:
         return self._verdict or self.engine.death
 
-    def _on_all(self, flag: bool) -> list[bool]:
-        """Each process's flag."""
-        mine = torch.tensor([flag], device=self._accelerator.device)
-        return self._accelerator.gather(mine).tolist()
+    def _is_dead_anywhere(self) -> bool:
+        return any(self._on_all(self._death is not None)[0])
+
+    def _on_all(self, *flags: bool) -> list[list[bool]]:
+        """Of each flag, what it is on each process."""
+        mine = torch.tensor([flags], device=self._accelerator.device)
+        return self._accelerator.gather(mine).T.tolist()
 
     def _replace(self) -> None:
         """A new engine on all processes: a sharded learner's weights are gathered by all together."""
@@ -172,7 +176,7 @@ class EngineLife:
             f"Warning: the rollout engine is dead ({death}); building a new one."
         )
         failure = self._rebuild(self._name)
-        if any(self._on_all(failure is not None)):
+        if any(self._on_all(failure is not None)[0]):
             self._stop(death, f"A new one could not be built: {failure}")
 
     def _rebuild(self, name: str) -> str | None:

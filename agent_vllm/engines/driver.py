@@ -75,7 +75,6 @@ class StepDriver:
         self._num_failed_steps = 0
         self._thread: threading.Thread | None = None
         self._progress_at: float | None = None  # None while idle
-        self._is_hung = False
         self._is_over = threading.Event()  # the thread has ended, or was left behind
 
     def attach(self, engine: StepEngine) -> None:
@@ -86,11 +85,6 @@ class StepDriver:
     def death(self) -> str | None:
         """Why nobody is answered any more; None while requests are."""
         return self._death
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether the thread was left behind in a call that did not come back."""
-        return self._is_hung
 
     def note_progress(self) -> None:
         """The engine is at work; called by an engine in the course of a long step."""
@@ -181,7 +175,6 @@ class StepDriver:
         while not self._is_over.wait(hang_s / 4):
             since = self._progress_at
             if self._is_attached and since is not None and time.monotonic() - since > hang_s:
-                self._is_hung = True
                 self._die(f"The engine hangs: it has made no progress for {hang_s:g} s.")
                 self._is_over.set()
 

@@ -37,6 +37,7 @@ class Server:
     client: ServerClient
     num_workers: int = 1
     why_out: str | None = None
+    last_trouble: str | None = None  # since it last answered well
     seen_s: float = -math.inf  # when it was last known to hold the current weights
     tasks: set[asyncio.Task] = field(default_factory=set)  # one a request that it works on
     examining: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -196,7 +197,7 @@ class Fleet:
             except EngineError as error:
                 self.take_out(server, trouble or str(error))
                 return
-            server.seen_s = time.monotonic()
+            server.seen_s, server.last_trouble = time.monotonic(), None
             if label != self.label and self._is_open.is_set():
                 self.take_out(
                     server,
@@ -208,8 +209,10 @@ class Fleet:
         """Ask it for nothing more until an update has reached it; its requests go elsewhere."""
         if not server.is_in:
             return
-        server.why_out = reason
-        logger.warning(
+        level = logging.INFO if reason == server.last_trouble else logging.WARNING
+        server.why_out = server.last_trouble = reason
+        logger.log(
+            level,
             "%s is out, with %d requests: %s. The next weight update takes it back if it answers.",
             server, len(server.tasks), reason,
         )  # fmt: skip
