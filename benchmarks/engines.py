@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agent_vllm import Limits, VLLMRolloutEngine, rollout_batch
-from agent_vllm.engines import vllm_cpu
+from agent_vllm.engines.vllm import cpu
 from agent_vllm.engines.weight_sync import named_weights
 from benchmarks.figures import (
     SHOWN,
@@ -74,7 +74,7 @@ def one_turn(engine: Any, ours: Setup, messages: Any, ids: Any, lengths: list[in
 
 def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
     """What our engine was built with, so that the peer differs in how it is driven alone."""
-    from agent_vllm.engines.vllm_process import VLLMOptions
+    from agent_vllm.engines.vllm.process import VLLMOptions
 
     options = VLLMOptions(
         dtype=torch.float32, max_model_len=engine.max_model_len, max_num_seqs=128,
@@ -219,9 +219,9 @@ def _whole_step() -> Figure:
     prompts = uneven_prompts(ours, 16, (32, 64))
     options = {"max_model_len": 512}
     packed = FixedLengthVLLM(ours.model, ours.tokenizer, **options)
-    limit, vllm_cpu.UNPACKED_LIMIT = vllm_cpu.UNPACKED_LIMIT, 1 << 40
+    limit, cpu.UNPACKED_LIMIT = cpu.UNPACKED_LIMIT, 1 << 40
     unpacked = FixedLengthVLLM(ours.model, ours.tokenizer, **options)
-    vllm_cpu.UNPACKED_LIMIT = limit
+    cpu.UNPACKED_LIMIT = limit
 
     def step(engine: FixedLengthVLLM) -> None:
         engine.update_policy(ours.model)

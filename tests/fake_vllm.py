@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from agent_vllm.engines.models import model_sizes
 
+EXTENSION = "agent_vllm.engines.servers.worker_extension.X"
 TOKEN = 20  # what it samples
 LOGITS = {20: 2.0, 21: 1.0, 22: 0.5, 23: -1.0, 24: -2.0}
 
@@ -64,7 +65,9 @@ class FakeServer(ThreadingHTTPServer):
                 "max_model_len": 1024,
                 "logprobs_mode": "processed_logprobs",
             },
-            "parallel_config": {"worker_extension_cls": "agent_vllm.engines.worker_extension.X"},
+            "parallel_config": {
+                "worker_extension_cls": "agent_vllm.engines.servers.worker_extension.X"
+            },
             "weight_transfer_config": {"backend": "trainer_memory"},
         }
         self.answers = {

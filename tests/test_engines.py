@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
-from agent_vllm.engines import vllm_cpu
 from agent_vllm.engines import vllm_engine as vllm_module
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.engines.vllm_process import VLLMStepper, _completion_of
+from agent_vllm.engines.vllm import cpu
+from agent_vllm.engines.vllm.process import VLLMStepper, _completion_of
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,
@@ -417,7 +417,7 @@ def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
     def without_alias(self, weights):
         reload(self, ((k, v) for k, v in weights if k != "lm_head.weight"))
 
-    monkeypatch.setattr(vllm_cpu, "UNPACKED_LIMIT", 0)  # else the head has no copy of its own
+    monkeypatch.setattr(cpu, "UNPACKED_LIMIT", 0)  # else the head has no copy of its own
     monkeypatch.setattr(VLLMStepper, "reload", without_alias)
     with pytest.raises(WeightSyncError, match="away from the learner's"):
         VLLMRolloutEngine(model, tokenizer)

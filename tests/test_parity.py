@@ -18,7 +18,7 @@ from agent_vllm import (
     collate,
     rollout_batch,
 )
-from agent_vllm.engines import vllm_cpu
+from agent_vllm.engines.vllm import cpu
 from agent_vllm.logprobs import logprob_gap, predicted_logprobs
 
 TOLERANCE = 1e-5
@@ -31,7 +31,7 @@ def packed_engine(agent_path):
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_cpu, "UNPACKED_LIMIT", 0)
+        patch.setattr(cpu, "UNPACKED_LIMIT", 0)
         engine = VLLMRolloutEngine(model, tokenizer)
     with engine:
         yield engine
@@ -54,7 +54,7 @@ def engine(request, agent):
 
 @pytest.mark.vllm
 def test_the_packed_engine_is_one(vllm_engine, packed_engine):
-    kinds = [vllm_cpu.is_unpacked(engine._stepper._llm) for engine in (vllm_engine, packed_engine)]
+    kinds = [cpu.is_unpacked(engine._stepper._llm) for engine in (vllm_engine, packed_engine)]
     assert kinds == [True, False]
 
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from agent_vllm import TorchRolloutEngine
 from agent_vllm.engines import weight_sync
-from agent_vllm.engines.checkpoint_names import checkpoint_units
+from agent_vllm.engines.learner.checkpoint_names import checkpoint_units
+from agent_vllm.engines.learner.sharding import is_sharded
 from agent_vllm.engines.models import model_source
-from agent_vllm.engines.sharding import is_sharded
 from agent_vllm.engines.weight_sync import (
     check_weights,
     join_gathers,

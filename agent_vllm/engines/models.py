@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agent_vllm.engines.adapters import is_tied
-from agent_vllm.engines.sharding import on_meta, plain_class
+from agent_vllm.engines.learner.adapters import is_tied
+from agent_vllm.engines.learner.sharding import on_meta, plain_class
 from agent_vllm.engines.weight_sync import (
     is_quantised,
     plain_model,

@@ -30,9 +30,9 @@ from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.host_state import random_state_kept
+from agent_vllm.engines.learner.sharding import is_sharded, plain_class
 from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
 from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
-from agent_vllm.engines.sharding import is_sharded, plain_class
 from agent_vllm.engines.weight_sync import (
     check_weights,
     module_shapes,

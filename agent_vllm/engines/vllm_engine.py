@@ -1,6 +1,6 @@
 """VLLMRolloutEngine: vLLM in this process, on the learner's device.
 
-Owns the engine that users see; every call into vLLM is in `vllm_process.py`. Invariant: the engine
+Owns the engine that users see; every call into vLLM is in `vllm/`. Invariant: the engine
 holds the weights of the last learner it was given, and has proved so once.
 
 Measured on the CPU build of vLLM 0.31; on CUDA the same calls are made with CUDA graphs and a share
@@ -17,13 +17,18 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.adapters import adapter_alone, adapter_rank, has_adapters, why_not_alone
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
+from agent_vllm.engines.learner.adapters import (
+    adapter_alone,
+    adapter_rank,
+    has_adapters,
+    why_not_alone,
+)
+from agent_vllm.engines.learner.sharding import is_sharded
 from agent_vllm.engines.models import ModelSource, context_length, model_source
 from agent_vllm.engines.self_check import check_against_learner
-from agent_vllm.engines.sharding import is_sharded
-from agent_vllm.engines.vllm_process import VLLMOptions, VLLMStepper, check_sleep_mode
+from agent_vllm.engines.vllm.process import VLLMOptions, VLLMStepper, check_sleep_mode
 from agent_vllm.engines.weight_sync import (
     check_weights,
     is_quantised,

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from agent_vllm.engines.adapters import adapted_units, base_model, is_adapted
-from agent_vllm.engines.checkpoint_names import checkpoint_units
-from agent_vllm.engines.sharding import (
+from agent_vllm.engines.learner.adapters import adapted_units, base_model, is_adapted
+from agent_vllm.engines.learner.checkpoint_names import checkpoint_units
+from agent_vllm.engines.learner.sharding import (
     WeightUnit,
     is_sharded,
     own_tensors,

@@ -1,6 +1,6 @@
 """vLLM inside this process: how it is built, stepped, given weights and ended.
 
-Owns every call into vLLM, with `vllm_cpu`. Invariant: after a reload no cache made with older
+Owns every call into vLLM, with `cpu`. Invariant: after a reload no cache made with older
 weights is used.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from agent_vllm.engines import process_groups, vllm_cpu
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource
-from agent_vllm.engines.vllm_adapter import LoadedAdapter, lora_args
-from agent_vllm.engines.vllm_loading import load_into
+from agent_vllm.engines.vllm import cpu, process_groups
+from agent_vllm.engines.vllm.adapter import LoadedAdapter, lora_args
+from agent_vllm.engines.vllm.loading import load_into
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
 
@@ -124,10 +124,10 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         from vllm.usage.usage_lib import UsageContext
 
         _prepare_architecture(source.config.architectures)
-        if vllm_cpu.is_cpu():
-            vllm_cpu.skip_rank_compilation()
-            if vllm_cpu.is_small(source.shapes, options.dtype):
-                stack.enter_context(vllm_cpu.unpacked_weights())
+        if cpu.is_cpu():
+            cpu.skip_rank_compilation()
+            if cpu.is_small(source.shapes, options.dtype):
+                stack.enter_context(cpu.unpacked_weights())
         path, load_format = source.path, "auto"
         if path is None:
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
@@ -136,7 +136,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         args = EngineArgs(
             model=path,
             load_format=load_format,
-            **options.engine_args(source.config, on_cpu=vllm_cpu.is_cpu()),
+            **options.engine_args(source.config, on_cpu=cpu.is_cpu()),
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if options.gpu:  # vLLM would take the first, on every rank
@@ -172,8 +172,8 @@ class VLLMStepper:
         # Its finalizer ends every process group of this process, even long after; see `shutdown`.
         self._llm.engine_core._finalizer.detach()
         self._llm.output_processor.tokenizer = source.tokenizer  # read for stop strings only
-        if vllm_cpu.is_cpu():
-            vllm_cpu.draw_our_noise(self._llm)
+        if cpu.is_cpu():
+            cpu.draw_our_noise(self._llm)
         self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
         self._is_asleep = False
         self._counter = itertools.count()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from agent_vllm.engines import vllm_cpu
+from agent_vllm.engines.vllm import cpu
 from agent_vllm.errors import WeightSyncError
 
 
@@ -22,14 +22,14 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """
     model = llm.model_executor.driver_worker.model_runner.get_model()
     names = {_loader_name(name) for name, _ in model.named_parameters()}
-    is_unpacked = vllm_cpu.is_cpu() and vllm_cpu.is_unpacked(llm)
+    is_unpacked = cpu.is_cpu() and cpu.is_unpacked(llm)
     with _loads_noted(model) as loaded:
-        if is_unpacked and vllm_cpu.is_plain(llm):
-            vllm_cpu.load_unpacked(llm, weights)
+        if is_unpacked and cpu.is_plain(llm):
+            cpu.load_unpacked(llm, weights)
         else:
-            with vllm_cpu.unpacked_weights() if is_unpacked else nullcontext():
+            with cpu.unpacked_weights() if is_unpacked else nullcontext():
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    if vllm_cpu.is_cpu():
+    if cpu.is_cpu():
         _repack_experts(model)
     missing = sorted(names - loaded)
     if missing:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agent_vllm.engines.sharding import WeightUnit, full_tensor, plain_class, unwrapped
+from agent_vllm.engines.learner.sharding import WeightUnit, full_tensor, plain_class, unwrapped
 from agent_vllm.errors import WeightSyncError
 
 Walk = Callable[[torch.nn.Module, str], Iterator[WeightUnit]]

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agent_vllm.engines.sharding import WeightUnit
+from agent_vllm.engines.learner.sharding import WeightUnit
 
 Tensors = dict[str, torch.Tensor]
 

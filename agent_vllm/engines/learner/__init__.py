@@ -1,0 +1,1 @@
+"""A learner as a checkpoint has it: unwrapped, unsharded, with adapters merged."""

@@ -1,0 +1,1 @@
+"""`vllm serve` processes: reached, checked, started, given weights."""
