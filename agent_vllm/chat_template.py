@@ -53,12 +53,16 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses it, or it holds more than text.
         """
-        return self._render(messages, [dict(tool.schema) for tool in tools], add_generation_prompt)
+        copies = [_text_only(message) for message in messages]
+        return self._render(copies, _schemas(tools), add_generation_prompt)
 
-    def _render(self, messages: Messages, schemas: list[Any], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], schemas: list[Any], add_generation_prompt: bool
+    ) -> str:
+        """Of messages and schemas that nobody else has: templates may write to them."""
         try:
             text = self.tokenizer.apply_chat_template(
-                [_text_only(message) for message in messages],
+                messages,
                 tools=schemas or None,  # some templates test `is none`
                 chat_template=self.text,
                 add_generation_prompt=add_generation_prompt,
@@ -121,9 +125,9 @@ class ChatTemplate:
             for result, call_id in zip(results, _call_ids(calls), strict=True)
         ]
         messages = [*_calling(calls), *answers]
-        after = self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        after = self._render(messages, _schemas(tools), add_generation_prompt)
         if not after.startswith(before):  # a date in it may have passed since it was kept
-            before = self.render(_calling(calls), tools, add_generation_prompt=False)
+            before = self._render(_calling(calls), _schemas(tools), False)
         if not after.startswith(before):
             raise ChatTemplateError(NOT_EXTENDABLE.format(reason="a tool turn follows"))
         return after[len(before) :]
@@ -199,6 +203,10 @@ NOT_EXTENDABLE = (
 _USER = {"role": "user", "content": "What is it like in Oslo?"}
 
 
+def _schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [dict(tool.schema) for tool in tools]
+
+
 def _call_ids(calls: Calls) -> list[str]:
     """The model's own ids, or some in the form that Mistral's templates insist on."""
     return [call_id or f"call{index:05d}" for index, (_, call_id) in enumerate(calls)]
@@ -209,7 +217,7 @@ def _calling(calls: Calls) -> list[dict[str, Any]]:
         ToolCall(name=name, arguments={}, id=call_id).as_message()
         for (name, _), call_id in zip(calls, _call_ids(calls), strict=True)
     ]
-    return [_USER, {"role": "assistant", "content": "", "tool_calls": drafted}]
+    return [dict(_USER), {"role": "assistant", "content": "", "tool_calls": drafted}]
 
 
 def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
         dtype=torch.float32, max_model_len=engine.max_model_len, max_num_seqs=128,
         gpu_memory_utilization=0.3, kv_cache_memory_bytes=None, further={},
     )  # fmt: skip
-    return options.engine_args(ours.model.config)
+    return options.engine_args(ours.model.config, on_cpu=cpu.is_cpu())
 
 
 class BareVLLM:
@@ -260,7 +260,7 @@ if __name__ == "__main__":
 
 
 def start_up(quick: bool) -> list[Figure]:
-    """B8: from a process that has torch and transformers to the first token."""
+    """B8: from a process that has what a learner is made of to the first token."""
     folder = str(model_folder("tiny"))
     sides: dict[str, Callable[[], float]] = {"ours": lambda: _fresh_process(_OURS, folder)}
     if not quick:
@@ -290,9 +290,10 @@ def start_up(quick: bool) -> list[Figure]:
 
 
 def _fresh_process(code: str, folder: str) -> float:
-    """Seconds that the code takes once torch and transformers are loaded."""
+    """Seconds that the code takes once torch and a learner's classes are loaded."""
     lines = [
-        "import time, torch, transformers",
+        "import time, torch",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         f"folder, start_s = {folder!r}, time.perf_counter()",
         code,
         'if __name__ == "__main__": print("seconds", time.perf_counter() - start_s, flush=True)',

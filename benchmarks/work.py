@@ -255,9 +255,9 @@ class FixedLengthVLLM(_FixedLengths, VLLMRolloutEngine):
         super().__init__(*args, **options)
         add_request = self._stepper._llm.add_request
 
-        def add(request_id: str, prompt: Any, params: Any) -> str:
+        def add(request_id: str, prompt: Any, params: Any, **options: Any) -> str:
             params.ignore_eos = True  # vLLM also ends on what the checkpoint's config names
-            return add_request(request_id, prompt, params)
+            return add_request(request_id, prompt, params, **options)
 
         self._stepper._llm.add_request = add
 

@@ -2,16 +2,14 @@
 
 import torch
 
-from agent_vllm.engines.noise import fill_with_noise, noise_stream
+from agent_vllm.engines.noise import draw_noise, noise_stream
 
 CPU = torch.device("cpu")
 
 
 def rows_of(seed, num_rows, width=6):
-    stream, rows = noise_stream(seed, CPU), torch.zeros(num_rows, width)
-    for row in rows:
-        fill_with_noise(row, stream)
-    return rows
+    stream = noise_stream(seed, CPU)
+    return draw_noise([stream] * num_rows, width, CPU)
 
 
 def test_a_seed_gives_one_stream_and_its_rows_differ():
@@ -34,3 +32,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 def test_no_draw_is_zero():
     """A token of probability 0 would win with it."""
     assert rows_of(0, 1, 20_000_000).min() > 0
+
+
+def test_rows_have_streams_of_their_own_or_no_noise():
+    streams = [noise_stream(3, CPU), None, noise_stream(4, CPU)]
+    rows = draw_noise(streams, 6, CPU)
+    assert rows.dtype == torch.float32
+    assert rows.tolist() == [rows_of(3, 1)[0].tolist(), [1.0] * 6, rows_of(4, 1)[0].tolist()]

@@ -5,6 +5,9 @@ from p. Invariant: a request's noise depends on its seed and on how many tokens 
 what else is in the batch; every engine on a CPU draws the same.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -18,10 +21,22 @@ def noise_stream(seed: int, device: torch.device) -> NoiseStream:
     return torch.Generator(device).manual_seed(seed)
 
 
-def fill_with_noise(row: torch.Tensor, stream: NoiseStream) -> None:
-    """The stream's next draws, into `row` `[V]`."""
-    if isinstance(stream, torch.Generator):
-        row.exponential_(generator=stream)
-        return
+def draw_noise(
+    streams: Sequence[NoiseStream | None], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """Each stream's next draws, `[B, V]` float32; ones, which are no noise, where there is none."""
+    shape = (len(streams), vocab_size)
+    if device.type != "cpu":
+        noise = torch.ones(shape, device=device)
+        for row, stream in zip(noise, streams, strict=True):
+            if stream is not None:
+                row.exponential_(generator=cast(torch.Generator, stream))
+        return noise
     # Not in float32: one draw in 2**23 is exactly 0 there, and wins for the most unlikely token.
-    row.copy_(torch.from_numpy(stream.standard_exponential(row.shape[0])))
+    drawn = np.empty(shape)
+    for row, stream in zip(drawn, streams, strict=True):
+        if stream is None:
+            row.fill(1.0)
+        else:
+            cast(np.random.Generator, stream).standard_exponential(out=row)
+    return torch.from_numpy(drawn).float()

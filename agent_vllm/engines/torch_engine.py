@@ -32,7 +32,7 @@ from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.host_state import random_state_kept
 from agent_vllm.engines.learner.sharding import is_sharded, plain_class
 from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
-from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
+from agent_vllm.engines.noise import NoiseStream, draw_noise, noise_stream
 from agent_vllm.engines.weight_sync import (
     check_weights,
     module_shapes,
@@ -251,10 +251,8 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
     scaled = torch.stack(
         [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
     )
-    noise = torch.ones_like(scaled)  # of which the greedy choice is made
-    for row, state in zip(noise, rows, strict=True):
-        if state.request.temperature:
-            fill_with_noise(row, state.noise)
+    streams = [state.noise if state.request.temperature else None for state in rows]
+    noise = draw_noise(streams, scaled.shape[-1], scaled.device)
     chosen = (scaled.softmax(-1) / noise).argmax(-1)
     logprobs = gather_logprobs(scaled, chosen)
     for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
-from agent_vllm.engines.noise import NoiseStream, fill_with_noise, noise_stream
+from agent_vllm.engines.noise import NoiseStream, draw_noise, noise_stream
 
 UNPACKED_LIMIT = 16 << 20
 """Bytes of weights of a small model. Measured: up to here sampling is as fast without packing and a
@@ -29,7 +30,7 @@ def skip_rank_compilation() -> None:
     from vllm.v1.sample import sampler
 
     def count(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return (logits >= values).sum(-1)
+        return torch.from_numpy(np.count_nonzero((logits >= values).numpy(), axis=-1))
 
     setattr(sampler, "batched_count_greater_than", count)  # noqa: B010 - not a public name
 
@@ -50,14 +51,15 @@ def draw_our_noise(llm: Any) -> None:
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = apply_top_k_top_p(logits, k, p)
-        noise = torch.ones_like(logits, dtype=torch.float32)
+        in_rows: list[NoiseStream | None] = [None] * len(logits)
         for row, generator in generators.items():
             if generator not in streams:
                 streams[generator] = noise_stream(generator.initial_seed(), logits.device)
-            fill_with_noise(noise[row], streams[generator])
+            in_rows[row] = streams[generator]
+        noise = draw_noise(in_rows, logits.shape[-1], logits.device)
         logprobs = logits.log_softmax(-1, dtype=torch.float32)
-        chosen = logits.softmax(-1, dtype=torch.float32).div_(noise).argmax(-1)
-        return chosen, logprobs
+        chosen = logits.softmax(-1, dtype=torch.float32).div_(noise)
+        return torch.from_numpy(chosen.numpy().argmax(-1)), logprobs  # a tenth of torch's time
 
     _runner(llm).sampler.topk_topp_sampler.forward = sample
 
