@@ -341,7 +341,7 @@ def test_an_engine_that_can_not_be_built_again_ends_the_run(make_trainer):
 
 
 class OtherProcess:
-    """The trainer's accelerator beside a process whose flags are given."""
+    """The trainer's accelerator beside a process whose flags are given, some for each gather."""
 
     num_processes = 2
     process_index = 0
@@ -351,7 +351,7 @@ class OtherProcess:
         self.flags = list(flags)
 
     def gather(self, mine):
-        return torch.cat([mine, torch.tensor([self.flags.pop(0)])])
+        return torch.cat([mine, torch.tensor([self.flags.pop(0)])])  # [processes, flags]
 
     def print(self, text):
         self.printed = text
@@ -362,7 +362,7 @@ def test_processes_decide_together(make_trainer):
     trainer = make_trainer()
     life = trainer.engine_life
     life.ensure_current()
-    life._accelerator = OtherProcess(True, True)
+    life._accelerator = OtherProcess([True], [True])
     version = trainer.rollout_engine.policy_version
     assert life.after_step() == {}  # no sync that the other would not take part in
     assert trainer.rollout_engine.policy_version == version + 1
@@ -374,7 +374,7 @@ def test_processes_decide_together(make_trainer):
 def test_processes_rebuild_together(make_trainer):
     trainer = make_trainer(on_engine_death="rebuild")
     life, first = trainer.engine_life, trainer.rollout_engine
-    life._accelerator = OtherProcess(True, False)
+    life._accelerator = OtherProcess([True], [False])
     life.ensure_current()
     assert life.num_rebuilds == 1
     assert trainer.rollout_engine is not first
@@ -387,5 +387,5 @@ def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lo
     trainer._rows = [dict(row) for row in rows(1)]
     trainer._environments.start(trainer._rows, trainer.chat_format)
     trajectories = trainer._rollout([row["prompt"] for row in trainer._rows])
-    trainer.engine_life._accelerator = OtherProcess(False, other_lost, other_lost)
+    trainer.engine_life._accelerator = OtherProcess([False, other_lost, other_lost])
     assert trainer.engine_life.is_lost(trajectories) == other_lost
