@@ -23,7 +23,7 @@ def figure(goal, *values):
 
 
 def test_a_row_is_measured_and_written(tmp_path, agent_path):
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "B4", "--only", "B9"]
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "B4"]
     process = subprocess.run(
         [*command, "--output-dir", str(tmp_path)],
         cwd=ROOT,
@@ -33,7 +33,7 @@ def test_a_row_is_measured_and_written(tmp_path, agent_path):
     )
     assert process.returncode == 0, process.stderr
     rows = json.loads((tmp_path / "latest.json").read_text())
-    assert [row["id"] for row in rows] == ["B4", "B4 unseeded", "B9 turn", "B9 growth"]
+    assert [row["id"] for row in rows] == ["B4", "B4 unseeded"]
     assert all(row.keys() == KEYS for row in rows)
     assert (tmp_path / "latest.png").stat().st_size > 0
 
