@@ -15,7 +15,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "agent_vllm.inspect.doctor",
     "export": "agent_vllm.inspect.export",
     "replay": "agent_vllm.inspect.replay_command",
-    "serve": "agent_vllm.engines.servers.serve",
+    "serve": "agent_vllm.engines.server.launcher",
     "simulate": "agent_vllm.simulate.command",
     "trace": "agent_vllm.inspect.trace",
     "view": "agent_vllm.inspect.view",

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_vllm.engines.host_state import host_process_kept
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner.weights import named_weights
+from agent_vllm.engines.vllm.host_state import host_process_kept
 from benchmarks.figures import Figure, at_least, at_most, seconds_of
 from benchmarks.learner import Clock, settings, trainer_arguments
 from benchmarks.work import Setup, forcing, model_folder, setup

@@ -25,7 +25,12 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import create_rollout_engine
-from agent_vllm.engines.weight_sync import join_gathers, named_weights, plain_model, weight_shapes
+from agent_vllm.engines.learner.weights import (
+    join_gathers,
+    named_weights,
+    plain_model,
+    weight_shapes,
+)
 from agent_vllm.logprobs import predicted_logprobs
 
 IDS = torch.arange(10, 26).view(2, 8)

@@ -10,8 +10,8 @@ from adapted import adapted
 from test_weight_sync import packed_model
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
-from agent_vllm.engines import vllm_engine as vllm_engine_module
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner.weights import named_weights
+from agent_vllm.engines.vllm import engine as vllm_engine_module
 from agent_vllm.errors import WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
-from agent_vllm.engines import vllm_engine as vllm_module
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.vllm import cpu
-from agent_vllm.engines.vllm.process import VLLMStepper, _completion_of
+from agent_vllm.engines.vllm import engine as vllm_module
+from agent_vllm.engines.vllm.stepper import VLLMStepper, _completion_of
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,

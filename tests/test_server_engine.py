@@ -31,7 +31,7 @@ from agent_vllm import (
     VLLMServerRolloutEngine,
     rollout_batch,
 )
-from agent_vllm.engines.servers.checks import probe_request
+from agent_vllm.engines.server.handshake import probe_request
 from agent_vllm.errors import EngineError, InvalidRequestError
 from agent_vllm.logprobs import predicted_logprobs
 

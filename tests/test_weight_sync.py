@@ -19,16 +19,16 @@ from transformers import (
 )
 
 from agent_vllm import TorchRolloutEngine
-from agent_vllm.engines import weight_sync
-from agent_vllm.engines.learner.checkpoint_names import checkpoint_units
+from agent_vllm.engines.learner import weights as weight_sync
+from agent_vllm.engines.learner.names import checkpoint_units
 from agent_vllm.engines.learner.sharding import is_sharded
-from agent_vllm.engines.models import model_source
-from agent_vllm.engines.weight_sync import (
+from agent_vllm.engines.learner.weights import (
     check_weights,
     join_gathers,
     named_weights,
     weight_shapes,
 )
+from agent_vllm.engines.models import model_source
 from agent_vllm.errors import WeightSyncError
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from agent_vllm.engines.servers.weight_transfer import MemoryTransfer, NcclTransfer, _Client
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner.weights import named_weights
+from agent_vllm.engines.server.weight_transfer import MemoryTransfer, NcclTransfer, _Client
 
 
 class Servers:
@@ -76,7 +76,7 @@ def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(agent, monkeypatc
             gathered.append(name)
             yield name, weight
 
-    monkeypatch.setattr("agent_vllm.engines.servers.weight_transfer.named_weights", noted)
+    monkeypatch.setattr("agent_vllm.engines.server.weight_transfer.named_weights", noted)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConnectionError):
         MemoryTransfer(part_bytes=1).send(agent[0], Servers(fails_at=2))

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import RolloutEngine, RolloutResult
-from agent_vllm.engines.server_engine import VLLMServerRolloutEngine
-from agent_vllm.engines.torch_engine import TorchRolloutEngine
-from agent_vllm.engines.vllm_engine import VLLMRolloutEngine
+from agent_vllm.engines.server.engine import VLLMServerRolloutEngine
+from agent_vllm.engines.torch import TorchRolloutEngine
+from agent_vllm.engines.vllm.engine import VLLMRolloutEngine
 
 __all__ = [
     "ENGINE_NAMES",

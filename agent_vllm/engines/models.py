@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agent_vllm.engines.learner.adapters import is_tied
+from agent_vllm.engines.learner.peft import is_tied
 from agent_vllm.engines.learner.sharding import on_meta, plain_class
-from agent_vllm.engines.weight_sync import (
+from agent_vllm.engines.learner.weights import (
     is_quantised,
     plain_model,
     weight_dtypes,

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from agent_vllm.engines.noise import NoiseStream, draw_noise, noise_stream
+from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
 
 UNPACKED_LIMIT = 16 << 20
 """Bytes of weights of a small model. Measured: up to here sampling is as fast without packing and a

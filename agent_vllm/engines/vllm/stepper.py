@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
-from agent_vllm.engines.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.models import ModelSource
 from agent_vllm.engines.vllm import cpu, process_groups
-from agent_vllm.engines.vllm.adapter import LoadedAdapter, lora_args
+from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
+from agent_vllm.engines.vllm.lora import LoadedAdapter, lora_args
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, ends_on_string
-from agent_vllm.engines.servers.client import Answer, NoAnswerError, RefusedError, ServerClient
+from agent_vllm.engines.server.client import Answer, NoAnswerError, RefusedError, ServerClient
 from agent_vllm.errors import EngineDeadError, EngineError, VLLMServerError, WeightSyncError
 from agent_vllm.types import Completion
 

@@ -1,7 +1,7 @@
 """VLLMServerRolloutEngine: vLLM in processes of its own, reached over HTTP.
 
-Owns the engine that users see and the order of a weight update. `servers/fleet.py` sends requests,
-`checks.py` says what a server must be, `weight_transfer.py` moves weights. Invariant: a
+Owns the engine that users see and the order of a weight update. `fleet.py` sends requests,
+`handshake.py` says what a server must be, `weight_transfer.py` moves weights. Invariant: a
 request goes only to servers that hold the weights of the last learner the engine was given.
 """
 
@@ -18,24 +18,24 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
+from agent_vllm.engines.learner.self_check import check_against_learner
 from agent_vllm.engines.learner.sharding import is_sharded
+from agent_vllm.engines.learner.weights import check_weights, plain_model, weight_shapes
 from agent_vllm.engines.models import model_source
-from agent_vllm.engines.self_check import check_against_learner
-from agent_vllm.engines.servers.weight_transfer import (
+from agent_vllm.engines.server.weight_transfer import (
     BACKENDS,
     UNFINISHED,
     from_first_rank,
     is_first_rank,
     wait_for_all_ranks,
 )
-from agent_vllm.engines.weight_sync import check_weights, plain_model, weight_shapes
 from agent_vllm.errors import EngineDeadError, EngineError, WeightSyncError
 from agent_vllm.types import Completion
 
 if TYPE_CHECKING:  # they load an HTTP client, which other engines do without
-    from agent_vllm.engines.servers.checks import ServerFacts
-    from agent_vllm.engines.servers.client import ClientThread
-    from agent_vllm.engines.servers.fleet import Fleet, InFlight, Server
+    from agent_vllm.engines.server.client import ClientThread
+    from agent_vllm.engines.server.fleet import Fleet, InFlight, Server
+    from agent_vllm.engines.server.handshake import ServerFacts
 
 
 class VLLMServerRolloutEngine(RolloutEngine):
@@ -77,8 +77,8 @@ class VLLMServerRolloutEngine(RolloutEngine):
         health_interval_s: float = 2.0,
         seed: int = 0,
     ) -> None:
-        from agent_vllm.engines.servers.client import ClientThread, ServerClient
-        from agent_vllm.engines.servers.fleet import Fleet
+        from agent_vllm.engines.server.client import ClientThread, ServerClient
+        from agent_vllm.engines.server.fleet import Fleet
 
         _check_arguments(base_urls, in_flight)
         self._source = model_source(model, tokenizer)
@@ -201,7 +201,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
     # ---- checks ----
 
     async def _check_all(self, max_model_len: int | None, weights_stay: bool) -> "ServerFacts":
-        from agent_vllm.engines.servers.checks import check_agreement, check_server
+        from agent_vllm.engines.server.handshake import check_agreement, check_server
 
         self._check = partial(check_server, source=self._source, max_model_len=max_model_len)
         servers = self._fleet.servers
@@ -212,7 +212,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
         return facts[0]
 
     async def _check_again(self, server: "Server") -> None:
-        from agent_vllm.engines.servers.checks import check_agreement
+        from agent_vllm.engines.server.handshake import check_agreement
 
         check_agreement([self._facts, await self._check(server.client)], weights_stay=False)
 

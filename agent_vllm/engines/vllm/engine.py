@@ -19,23 +19,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
-from agent_vllm.engines.learner.adapters import (
+from agent_vllm.engines.learner.peft import (
     adapter_alone,
     adapter_rank,
     has_adapters,
     why_not_alone,
 )
+from agent_vllm.engines.learner.self_check import check_against_learner
 from agent_vllm.engines.learner.sharding import is_sharded
-from agent_vllm.engines.models import ModelSource, context_length, model_source
-from agent_vllm.engines.self_check import check_against_learner
-from agent_vllm.engines.vllm.process import VLLMOptions, VLLMStepper, check_sleep_mode
-from agent_vllm.engines.weight_sync import (
+from agent_vllm.engines.learner.weights import (
     check_weights,
     is_quantised,
     named_weights,
     plain_model,
     weight_shapes,
 )
+from agent_vllm.engines.models import ModelSource, context_length, model_source
+from agent_vllm.engines.vllm.stepper import VLLMOptions, VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
 

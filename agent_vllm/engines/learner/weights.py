@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from agent_vllm.engines.learner.adapters import adapted_units, base_model, is_adapted
-from agent_vllm.engines.learner.checkpoint_names import checkpoint_units
+from agent_vllm.engines.learner.names import checkpoint_units
+from agent_vllm.engines.learner.peft import adapted_units, base_model, is_adapted
 from agent_vllm.engines.learner.sharding import (
     WeightUnit,
     is_sharded,

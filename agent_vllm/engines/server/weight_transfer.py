@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from agent_vllm.engines.host_state import host_process_kept
-from agent_vllm.engines.weight_sync import join_gathers, named_weights
+from agent_vllm.engines.learner.weights import join_gathers, named_weights
+from agent_vllm.engines.vllm.host_state import host_process_kept
 
 T = TypeVar("T")
 

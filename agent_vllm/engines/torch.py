@@ -29,17 +29,17 @@ from transformers.generation.logits_process import (
 from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import HANG_S, StepDriver
-from agent_vllm.engines.host_state import random_state_kept
 from agent_vllm.engines.learner.sharding import is_sharded, plain_class
-from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
-from agent_vllm.engines.noise import NoiseStream, draw_noise, noise_stream
-from agent_vllm.engines.weight_sync import (
+from agent_vllm.engines.learner.weights import (
     check_weights,
     module_shapes,
     module_weights,
     plain_model,
     weight_shapes,
 )
+from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
+from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
+from agent_vllm.engines.vllm.host_state import random_state_kept
 from agent_vllm.logprobs import gather_logprobs
 from agent_vllm.types import Completion
 

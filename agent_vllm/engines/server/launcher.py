@@ -19,13 +19,13 @@ from transformers import AutoConfig
 
 import agent_vllm
 from agent_vllm.engines.models import context_length
-from agent_vllm.engines.servers.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
-from agent_vllm.engines.vllm.process import VLLMOptions
+from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
+from agent_vllm.engines.vllm.stepper import VLLMOptions
 from agent_vllm.errors import VLLMServerError
 
 HELP = "start a vLLM server for rollouts"
 
-_EXTENSION = "agent_vllm.engines.servers.worker_extension.WorkerExtension"
+_EXTENSION = "agent_vllm.engines.server.worker_extension.WorkerExtension"
 _CPU_ENVIRONMENT = {
     # OpenMP threads that spin while they wait slow each other down tenfold on shared cores.
     "OMP_NUM_THREADS": "1",

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from agent_vllm.engines.models import model_sizes
-from agent_vllm.engines.servers.weight_transfer import MEMORY_BACKEND
+from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND
 from agent_vllm.engines.vllm.cpu import skip_rank_compilation
 
 

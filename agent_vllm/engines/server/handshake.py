@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.models import ModelSource, model_sizes
-from agent_vllm.engines.servers.client import NoAnswerError, RefusedError, ServerClient
-from agent_vllm.engines.servers.weight_transfer import BACKENDS, UNFINISHED
+from agent_vllm.engines.server.client import NoAnswerError, RefusedError, ServerClient
+from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
 from agent_vllm.errors import EngineError, VLLMServerError
 
 VLLM_VERSIONS = SpecifierSet(">=0.31,<0.32", prereleases=True)  # whose routes are used
