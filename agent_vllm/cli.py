@@ -13,12 +13,12 @@ from agent_vllm.errors import AgentVLLMError
 
 COMMANDS: dict[str, str] = {
     "doctor": "agent_vllm.inspect.doctor",
-    "export": "agent_vllm.inspect.export",
-    "replay": "agent_vllm.inspect.replay_command",
+    "export": "agent_vllm.record.export",
+    "replay": "trl_integration.replay_command",
     "serve": "agent_vllm.engines.server.launcher",
     "simulate": "agent_vllm.simulate.command",
     "trace": "agent_vllm.inspect.trace",
-    "view": "agent_vllm.inspect.view",
+    "view": "agent_vllm.inspect.viewer.page",
 }
 
 

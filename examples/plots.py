@@ -17,8 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from agent_vllm.inspect import RolloutRecord, read_batches
-from agent_vllm.inspect.read import batch_name
+from agent_vllm.record import RolloutRecord, batch_name, read_batches
 
 Log = Mapping[str, float]
 STOP_REASON = "rollout/stop_reason/"

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from agent_vllm.inspect import RolloutRecord, read_rollouts
-from agent_vllm.inspect.schema import text_pieces
+from agent_vllm.record import RolloutRecord, read_rollouts
+from agent_vllm.record.schema import text_pieces
 
 # Plain SVG: rich's own template loads fonts from the network.
 SVG = """\

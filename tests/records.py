@@ -8,9 +8,9 @@ from fakes import observed, sampled, trajectory
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
 
 from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, rollout_batch
-from agent_vllm.inspect import RolloutRecorder, read_rollouts
-from agent_vllm.inspect.view import write_report
+from agent_vllm.inspect.viewer.page import write_report
 from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.record import RolloutRecorder, read_rollouts
 from trl_integration.recording import RecordedRollout, TrainingRecord
 
 TOOLS = [calculator, get_weather, get_price]

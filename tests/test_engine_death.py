@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from agent_vllm import StopReason, TorchRolloutEngine, collate
 from agent_vllm.errors import EngineDeadError
-from agent_vllm.inspect import read_rollouts
 from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.record import read_rollouts
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]

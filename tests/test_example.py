@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from agent_vllm.inspect import read_rollouts
+from agent_vllm.record import read_rollouts
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_tool_agent.py"
 

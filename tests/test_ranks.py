@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_vllm.inspect import read_rollouts
+from agent_vllm.record import read_rollouts
 
 ROOT = Path(__file__).parents[1]
 GAP = 5e-5

@@ -10,14 +10,14 @@ from fakes import ADD, add, call, chatml_tokenizer, ids_of, observed, sampled, t
 
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError
-from agent_vllm.inspect import (
+from agent_vllm.record import (
     RolloutRecorder,
     read_batches,
     read_rollouts,
     redact_secrets,
     to_trajectory,
 )
-from agent_vllm.inspect.record import trajectory_record
+from agent_vllm.record.writer import trajectory_record
 from agent_vllm.rollout import rollout_single
 from agent_vllm.types import StopReason
 

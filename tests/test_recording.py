@@ -10,7 +10,7 @@ from test_replay import REWARDS, TOOLS, fresh, rows, settings
 from transformers import AutoTokenizer
 
 from agent_vllm.engines.base import EngineStats
-from agent_vllm.inspect import read_batches, read_rollouts, redact_secrets
+from agent_vllm.record import read_batches, read_rollouts, redact_secrets
 from agent_vllm.types import Span, StopReason, ToolResult
 from trl_integration import AgentGRPOTrainer
 from trl_integration.metrics import rollout_metrics

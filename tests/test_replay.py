@@ -18,9 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_vllm import StopReason, collate, rollout_batch
 from agent_vllm.cli import main
 from agent_vllm.errors import EngineError, RecordError
-from agent_vllm.inspect import RolloutRecorder, read_rollouts, to_trajectory
-from agent_vllm.inspect.record import trajectory_record
-from agent_vllm.inspect.replay import ReplayRolloutEngine, recorded_tools
+from agent_vllm.record import (
+    ReplayRolloutEngine,
+    RolloutRecorder,
+    read_rollouts,
+    recorded_tools,
+    to_trajectory,
+)
+from agent_vllm.record.writer import trajectory_record
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 from trl_integration.replay import ReplayTrainer, replay_config
 

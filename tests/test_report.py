@@ -18,11 +18,11 @@ from fakes import sampled, trajectory
 from records import hostile_record, record, write
 
 from agent_vllm.cli import main
-from agent_vllm.inspect import RolloutRecorder
-from agent_vllm.inspect.export import write_parquet
-from agent_vllm.inspect.report import Report, read_report, to_json
-from agent_vllm.inspect.serve import LiveReport, make_server
-from agent_vllm.inspect.view import page, write_report
+from agent_vllm.inspect.viewer.data import Report, read_report, to_json
+from agent_vllm.inspect.viewer.live import LiveReport, make_server
+from agent_vllm.inspect.viewer.page import page, write_report
+from agent_vllm.record import RolloutRecorder
+from agent_vllm.record.export import write_parquet
 
 
 @pytest.fixture

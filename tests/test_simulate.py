@@ -11,7 +11,7 @@ from fakes import observed, sampled, trajectory
 
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError, ScenarioError
-from agent_vllm.inspect import RolloutRecorder
+from agent_vllm.record import RolloutRecorder
 from agent_vllm.simulate import (
     RateCurve,
     Setup,

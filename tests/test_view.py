@@ -18,8 +18,8 @@ from records import (
     write,
 )
 
-from agent_vllm.inspect.report import read_report
-from agent_vllm.inspect.view import write_report
+from agent_vllm.inspect.viewer.data import read_report
+from agent_vllm.inspect.viewer.page import write_report
 
 pytestmark = needs_chromium
 

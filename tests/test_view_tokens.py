@@ -7,7 +7,7 @@ from browser import VIEWS, needs_chromium
 from fakes import sampled, trajectory
 from records import EVIL, hostile_record, record, report_of, short_with_calls, write
 
-from agent_vllm.inspect import RolloutRecorder, redact_secrets
+from agent_vllm.record import RolloutRecorder, redact_secrets
 
 pytestmark = needs_chromium
 

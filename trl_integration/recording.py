@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.inspect import RolloutRecorder
-from agent_vllm.inspect.record import Redact
+from agent_vllm.record import Redact, RolloutRecorder
 from agent_vllm.types import Trajectory
 
 

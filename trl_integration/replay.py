@@ -21,9 +21,7 @@ from transformers import (
 )
 
 from agent_vllm.errors import RecordError
-from agent_vllm.inspect.read import batch_name, to_trajectory
-from agent_vllm.inspect.replay import ReplayRolloutEngine
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import ReplayRolloutEngine, RolloutRecord, batch_name, to_trajectory
 from agent_vllm.types import Trajectory
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.trainer import AgentGRPOTrainer

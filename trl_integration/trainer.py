@@ -23,7 +23,7 @@ from agent_vllm.engines import RolloutEngine
 from agent_vllm.engines.learner.peft import runs_as_reference
 from agent_vllm.environments import Factory
 from agent_vllm.inspect import RolloutProgress
-from agent_vllm.inspect.record import Redact
+from agent_vllm.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, tool_name, tools_by_name
@@ -96,7 +96,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
         redact_rollouts (`Callable`, *optional*):
             With `record_rollouts`: gets each record before it is written and returns what is written instead, such as
-            [`agent_vllm.inspect.redact_secrets`].
+            [`agent_vllm.record.redact_secrets`].
     """
 
     def __init__(

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_vllm.inspect.read import batch_name, read_batches
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import RolloutRecord, batch_name, read_batches
 from agent_vllm.spans import merged
 
 HELP = "write recorded rollouts as a Chrome trace, for Perfetto"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agent_vllm.inspect.schema import RolloutRecord, text_pieces
+from agent_vllm.record.schema import RolloutRecord, text_pieces
 
 REDACTED = "[redacted]"
 _IDS = ("prompt_ids", "completion_ids")

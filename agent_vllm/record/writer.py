@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.errors import RecordError
-from agent_vllm.inspect.schema import (
+from agent_vllm.record.schema import (
     SCHEMA_VERSION,
     RolloutRecord,
     RunFields,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_vllm.errors import EmptyRecordError
-from agent_vllm.inspect.read import read_rollouts
-from agent_vllm.inspect.schema import RolloutRecord, check_record, to_json
+from agent_vllm.record.reader import read_rollouts
+from agent_vllm.record.schema import RolloutRecord, check_record, to_json
 
 HELP = "write recorded rollouts as Parquet"
 _AS_JSON = ("messages", "rewards", "row", "token_texts", "tool_results", "spans")

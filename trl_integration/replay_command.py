@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_vllm.batch import TrainingBatch, collate
-from agent_vllm.inspect.read import batch_name, read_batches, to_trajectory
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajectory
 
 if TYPE_CHECKING:
     from trl_integration.replay import Replayed, ReplayTrainer

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from agent_vllm.errors import EmptyRecordError
-from agent_vllm.inspect.report import Report, read_report, to_json
+from agent_vllm.inspect.viewer.data import Report, read_report, to_json
 
 _HOST = "127.0.0.1"
 _SHARE_OF_TIME = 0.2  # that reading a growing record may take

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_vllm.errors import RecordError
-from agent_vllm.inspect.read import read_rollouts
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import RolloutRecord, read_rollouts
 
 _PREVIEW_CHARS = 160
 _AS_RECORDED = (

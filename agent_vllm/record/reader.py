@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_vllm.errors import EmptyRecordError, RecordError
-from agent_vllm.inspect.schema import SCHEMA_VERSION, RolloutRecord, check_record
+from agent_vllm.record.schema import SCHEMA_VERSION, RolloutRecord, check_record
 from agent_vllm.types import Segment, Span, StopReason, ToolResult, Trajectory
 
 BATCH_KEY = ("session", "mode", "step", "rank", "rollout")
@@ -38,7 +38,7 @@ def read_rollouts(path: str | Path) -> Iterator[RolloutRecord]:
             "`output_dir/rollouts.jsonl`."
         )
     if path.suffix == ".parquet":
-        from agent_vllm.inspect.export import read_parquet
+        from agent_vllm.record.export import read_parquet
 
         return read_parquet(path)
     return _read_lines(path)

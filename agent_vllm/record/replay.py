@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
 from agent_vllm.engines.models import merge_end_token_ids
 from agent_vllm.errors import EngineError, RecordError
-from agent_vllm.inspect.read import read_rollouts, to_trajectory
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record.reader import read_rollouts, to_trajectory
+from agent_vllm.record.schema import RolloutRecord
 from agent_vllm.tools import Tool, ToolFailure, tools_by_name
 from agent_vllm.types import Completion, Segment, StopReason, ToolResult
 

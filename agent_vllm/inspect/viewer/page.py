@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
-from agent_vllm.inspect.report import Report, read_report, to_json
-from agent_vllm.inspect.serve import serve
+from agent_vllm.inspect.viewer.data import Report, read_report, to_json
+from agent_vllm.inspect.viewer.live import serve
 
 HELP = "look at recorded rollouts in a browser"
 
@@ -31,7 +31,7 @@ _SCRIPTS = (
     "charts.js",
     "app.js",
 )
-_SOURCES = files("agent_vllm.inspect") / "viewer"
+_SOURCES = files("agent_vllm.inspect.viewer") / "static"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""Look at recorded rollouts in a browser."""
