@@ -14,6 +14,7 @@ from typing import Any
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
+from agent_vllm.environments import User, UserFailed, ask_user, user_suffix_ids
 from agent_vllm.errors import EngineDeadError, EngineError, InvalidRequestError
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolRunner
@@ -29,7 +30,6 @@ from agent_vllm.types import (
     ToolResult,
     Trajectory,
 )
-from agent_vllm.user_turns import User, UserFailed, ask_user, user_suffix_ids
 
 
 class Episode:

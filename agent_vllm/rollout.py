@@ -15,11 +15,11 @@ from agent_vllm.blocking import run_blocking
 from agent_vllm.chat import ChatFormat
 from agent_vllm.collector import rare_full_collections
 from agent_vllm.engines.base import RolloutEngine
+from agent_vllm.environments import User, user_suffix_ids
 from agent_vllm.episode import Episode
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
 from agent_vllm.types import Limits, Messages, StopReason, Trajectory
-from agent_vllm.user_turns import User, user_suffix_ids
 
 Tools = Sequence[Tool | Callable[..., Any]]
 

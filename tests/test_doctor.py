@@ -16,7 +16,7 @@ from hermes import RESPONSE_TEMPLATE
 from transformers import Qwen3ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, collate
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, ResponseTemplateParser, parse_hermes
 from agent_vllm.cli import main
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import doctor
@@ -24,7 +24,6 @@ from agent_vllm.inspect.doctor import engine_checks, template_checks
 from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
 from agent_vllm.logprobs import shift
-from agent_vllm.parsing import ResponseTemplateParser, parse_hermes
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
 from agent_vllm.types import ParsedTurn

@@ -7,11 +7,11 @@ import pytest
 from fakes import ADD, END, add, broken_invariants, by_prompt, chatml_tokenizer, tail, user
 
 from agent_vllm.chat import ChatFormat
+from agent_vllm.environments import user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import as_tool
 from agent_vllm.types import Limits, StopReason
-from agent_vllm.user_turns import user_suffix_ids
 from trl_integration.ledger import Exclusion, exclusion
 
 

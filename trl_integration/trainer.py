@@ -21,14 +21,13 @@ from trl.trainer.utils import get_config_model_id
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.engines.learner.peft import runs_as_reference
-from agent_vllm.environments import Factory
+from agent_vllm.environments import Factory, user_suffix_ids
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, tool_name, tools_by_name
 from agent_vllm.types import Trajectory
-from agent_vllm.user_turns import user_suffix_ids
 from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig

@@ -21,6 +21,7 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from agent_vllm.chat import ResponseParser
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.inspect.doctor.engine_checks import (
     ENGINE_CHECKS,
@@ -33,7 +34,6 @@ from agent_vllm.inspect.doctor.engine_checks import (
 from agent_vllm.inspect.doctor.findings import Finding, Report
 from agent_vllm.inspect.doctor.subject import SubjectState, Tools
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE_CHECKS
-from agent_vllm.parsing import ResponseParser
 from agent_vllm.types import Messages
 
 HELP = "check a model, its chat template and its engines before training"

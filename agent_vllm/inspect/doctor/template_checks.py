@@ -12,8 +12,7 @@ from typing import Any, cast
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.batch import collate
-from agent_vllm.chat import ChatFormat, num_common
-from agent_vllm.chat_template import ChatTemplate
+from agent_vllm.chat import ChatFormat, ChatTemplate, SampledTurn, num_common
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
@@ -24,7 +23,6 @@ from agent_vllm.inspect.doctor.subject import (
     example_call,
     load_tools,
 )
-from agent_vllm.parsing import SampledTurn
 from agent_vllm.types import Messages, ToolCall, ToolResult
 
 _THOUGHT = "Rain is likely there."

@@ -14,7 +14,7 @@ from typing import Any
 import regex
 from transformers.utils.chat_parsing import parse_response
 
-from agent_vllm.parsing.turn import SampledTurn
+from agent_vllm.chat.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS = "tool_calls"

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.parsing.turn import SampledTurn
+from agent_vllm.chat.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _THINK, _THINK_END = "<think>", "</think>"

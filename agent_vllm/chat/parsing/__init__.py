@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.parsing.hermes import parse_hermes
-from agent_vllm.parsing.own_templates import OWN_TEMPLATES
-from agent_vllm.parsing.pythonic import parse_pythonic
-from agent_vllm.parsing.response_template import ResponseTemplateParser
-from agent_vllm.parsing.turn import ResponseParser, SampledTurn
-from agent_vllm.parsing.vllm_parsers import VLLMToolParser, vllm_parser_names
+from agent_vllm.chat.parsing.hermes import parse_hermes
+from agent_vllm.chat.parsing.own_templates import OWN_TEMPLATES
+from agent_vllm.chat.parsing.pythonic import parse_pythonic
+from agent_vllm.chat.parsing.response_template import ResponseTemplateParser
+from agent_vllm.chat.parsing.turn import ResponseParser, SampledTurn
+from agent_vllm.chat.parsing.vllm_parsers import VLLMToolParser, vllm_parser_names
 from agent_vllm.types import ParsedTurn, ToolCall
 
 __all__ = [

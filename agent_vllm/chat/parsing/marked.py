@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from agent_vllm.parsing.turn import SampledTurn
+from agent_vllm.chat.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _THINK, _THINK_END = "<think>", "</think>"

@@ -8,8 +8,8 @@ import json
 import re
 from typing import Any
 
-from agent_vllm.parsing.marked import malformed, read_marked
-from agent_vllm.parsing.turn import SampledTurn
+from agent_vllm.chat.parsing.marked import malformed, read_marked
+from agent_vllm.chat.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"

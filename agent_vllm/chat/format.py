@@ -14,14 +14,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.chat_template import (
-    NOT_EXTENDABLE,
-    PROBE_RESULTS,
-    ChatTemplate,
-    choose_template,
-)
-from agent_vllm.errors import ChatTemplateError
-from agent_vllm.parsing import (
+from agent_vllm.chat.parsing import (
     ResponseParser,
     SampledTurn,
     find_parser,
@@ -29,6 +22,13 @@ from agent_vllm.parsing import (
     parse_hermes,
     safely,
 )
+from agent_vllm.chat.template import (
+    NOT_EXTENDABLE,
+    PROBE_RESULTS,
+    ChatTemplate,
+    choose_template,
+)
+from agent_vllm.errors import ChatTemplateError
 from agent_vllm.tools import Tool
 from agent_vllm.types import Messages, ParsedTurn, ToolCall, ToolResult
 
@@ -97,8 +97,8 @@ class ChatFormat:
                 them.
             template_kwargs: fixed arguments for every render.
             parser: reads assistant turns: a callable from `SampledTurn` to `ParsedTurn`, or a name
-                (see `agent_vllm.parsing.named_parser`). By default the first that reads a call as
-                this template writes it.
+                (see `agent_vllm.chat.named_parser`). By default the first that reads a call as this
+                template writes it.
             needs_tools: False skips the checks that only tool turns need.
             escape_tool_results: False lets control tokens inside tool results be control tokens.
 

@@ -10,8 +10,8 @@ import re
 import warnings
 from typing import Any
 
-from agent_vllm.parsing.marked import malformed, read_marked
-from agent_vllm.parsing.turn import SampledTurn
+from agent_vllm.chat.parsing.marked import malformed, read_marked
+from agent_vllm.chat.parsing.turn import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS, _CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_vllm.blocking import run_blocking
-from agent_vllm.environment_instance import EnvironmentFailed, Instance
+from agent_vllm.environments.instance import EnvironmentFailed, Instance
+from agent_vllm.environments.user import User
 from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
 from agent_vllm.tools import Tool, ToolInterrupted, as_tool, tools_by_name
 from agent_vllm.types import StopReason, Trajectory
-from agent_vllm.user_turns import User
 
 Factory = Callable[[], Any]
 
