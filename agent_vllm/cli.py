@@ -16,7 +16,7 @@ COMMANDS: dict[str, str] = {
     "export": "agent_vllm.inspect.export",
     "replay": "agent_vllm.inspect.replay_command",
     "serve": "agent_vllm.engines.servers.serve",
-    "simulate": "agent_vllm.simulate.command",
+    "simulate": "agent_vllm.inspect.simulate.command",
     "trace": "agent_vllm.inspect.trace",
     "view": "agent_vllm.inspect.view",
 }

@@ -12,7 +12,7 @@ from fakes import observed, sampled, trajectory
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError, ScenarioError
 from agent_vllm.inspect import RolloutRecorder
-from agent_vllm.simulate import (
+from agent_vllm.inspect.simulate import (
     RateCurve,
     Setup,
     Turn,
@@ -22,8 +22,8 @@ from agent_vllm.simulate import (
     read_run,
     run_engine,
 )
-from agent_vllm.simulate.rates import TimedTurn, fit_rates
-from agent_vllm.simulate.sync import DECODERS, LINKS, sync_seconds
+from agent_vllm.inspect.simulate.rates import TimedTurn, fit_rates
+from agent_vllm.inspect.simulate.sync import DECODERS, LINKS, sync_seconds
 from agent_vllm.types import Span
 
 TEN_EACH = RateCurve(((1, 10), (64, 640)))  # tokens a second for each, however many

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.workload import Plan
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.workload import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

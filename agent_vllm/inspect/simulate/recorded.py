@@ -12,8 +12,8 @@ from pathlib import Path
 from agent_vllm.errors import RecordError
 from agent_vllm.inspect.read import read_batches, to_trajectory
 from agent_vllm.inspect.schema import RolloutRecord
-from agent_vllm.simulate.rates import RateCurve, TimedTurn, fit_rates
-from agent_vllm.simulate.workload import Plan, Turn
+from agent_vllm.inspect.simulate.rates import RateCurve, TimedTurn, fit_rates
+from agent_vllm.inspect.simulate.workload import Plan, Turn
 from agent_vllm.types import Trajectory
 
 

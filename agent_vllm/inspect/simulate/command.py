@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_vllm.errors import ScenarioError
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.recorded import RecordedRun, read_run
-from agent_vllm.simulate.step import LAYOUTS, Setup, predict
-from agent_vllm.simulate.sync import LINK_EFFICIENCY, LINKS, sync_seconds, sync_table
-from agent_vllm.simulate.workload import Plan, Workload, distribution, with_tools
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.recorded import RecordedRun, read_run
+from agent_vllm.inspect.simulate.step import LAYOUTS, Setup, predict
+from agent_vllm.inspect.simulate.sync import LINK_EFFICIENCY, LINKS, sync_seconds, sync_table
+from agent_vllm.inspect.simulate.workload import Plan, Workload, distribution, with_tools
 
 HELP = "predict step time and idle shares of a layout"
 

@@ -6,12 +6,12 @@ A rollout is a queue of trajectories that alternate between a shared engine and 
 recorded run can tell from its file. Invariant: the same input and seed, the same prediction.
 """
 
-from agent_vllm.simulate.engine import EngineRun, run_engine
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.recorded import RecordedRun, read_run
-from agent_vllm.simulate.step import Prediction, Setup, predict
-from agent_vllm.simulate.sync import sync_seconds
-from agent_vllm.simulate.workload import Turn, Workload, distribution
+from agent_vllm.inspect.simulate.engine import EngineRun, run_engine
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.recorded import RecordedRun, read_run
+from agent_vllm.inspect.simulate.step import Prediction, Setup, predict
+from agent_vllm.inspect.simulate.sync import sync_seconds
+from agent_vllm.inspect.simulate.workload import Turn, Workload, distribution
 
 __all__ = [
     "EngineRun",

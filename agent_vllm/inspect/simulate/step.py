@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from agent_vllm.errors import ScenarioError
-from agent_vllm.simulate.engine import EngineRun, run_engine
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.workload import Plan, with_tools
+from agent_vllm.inspect.simulate.engine import EngineRun, run_engine
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.workload import Plan, with_tools
 
 Layout = Literal["shared", "beside", "servers"]
 LAYOUTS = get_args(Layout)
