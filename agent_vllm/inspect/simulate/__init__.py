@@ -1,9 +1,10 @@
-"""Predicts step time and idle shares for a layout of engines and learner; runs nothing.
+"""Predict step time and idle shares for a layout of engines and learner, without running them.
 
-A rollout is a queue of trajectories that alternate between a shared engine and tools of their own:
-`workload.py` says what is rolled out, `rates.py` how fast an engine is, `engine.py` plays it out,
-`step.py` adds learner and sync, `sync.py` knows bytes and links, `recorded.py` takes all that a
-recorded run can tell from its file. Invariant: the same input and seed, the same prediction.
+A rollout is a queue of trajectories. Each alternates between a shared engine and its own tools.
+`workload.py` describes the trajectories, `rates.py` the engine's speed. `engine.py` simulates one
+engine, `step.py` adds learner and sync. `sync.py` computes sync times from the constants of
+`hardware.py`. `recorded.py` reads a recorded run. Invariant: the same input and seed give the same
+prediction.
 """
 
 from agent_vllm.inspect.simulate.engine import EngineRun, run_engine

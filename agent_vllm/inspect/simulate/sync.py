@@ -1,32 +1,27 @@
-"""What a weight sync sends, and how long the link takes for it.
+"""Compute how long a weight sync takes over a link.
 
-Owns the one assumption on links. Invariant: a time is a lower bound: bytes over the link's rate,
-without what packing, loading and resetting caches cost.
+Invariant: each time is a lower bound, bytes divided by the link's rate. Packing, loading and cache
+resets come on top.
 """
 
 import math
-from dataclasses import dataclass
 
 from agent_vllm.errors import ScenarioError
+from agent_vllm.inspect.simulate.hardware import (
+    BYTES_PER_PARAMETER,
+    DECODERS,
+    LINK_EFFICIENCY,
+    LINKS,
+)
 
-BYTES_PER_PARAMETER = 2  # bfloat16
-LINK_EFFICIENCY = 0.8  # of the nominal rate; an assumption, not a measurement
-LINKS = {  # nominal bytes per second in one direction
-    "device": 1.675e12,  # a copy within an H100: 3.35 TB/s, read and written
-    "nvlink": 450e9,  # NVLink 4
-    "pcie5": 63e9,  # 16 lanes
-    "pcie4": 31.5e9,
-    "400g": 50e9,  # network, in bits
-    "100g": 12.5e9,
-    "10g": 1.25e9,
-}
+ADAPTER_RANK = 16
 
 
 def sync_seconds(num_bytes: float, link: str) -> float:
-    """Seconds for so many bytes over a link of `LINKS`, at `LINK_EFFICIENCY` of its rate.
+    """Return the seconds to send `num_bytes` over a link of `LINKS`, at `LINK_EFFICIENCY`.
 
     Raises:
-        ScenarioError: no such link, or no such number of bytes.
+        ScenarioError: unknown link, or a number of bytes that is negative or not finite.
     """
     if link not in LINKS:
         raise ScenarioError(f"`link` must be one of {tuple(LINKS)}, got {link!r}.")
@@ -35,74 +30,8 @@ def sync_seconds(num_bytes: float, link: str) -> float:
     return num_bytes / (LINKS[link] * LINK_EFFICIENCY)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoder:
-    """The sizes that a decoder's parameters are counted by: gated MLP, grouped queries, norms."""
-
-    hidden: int
-    intermediate: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab: int
-    tied: bool
-    query_norms: bool = True
-    head_dim: int = 128
-
-    def num_parameters(self) -> int:
-        """A tied head counted once."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.query_norms else 0)
-        layer = sum(rows * columns for rows, columns in self._linears()) + norms
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.num_layers * layer + embeddings + self.hidden
-
-    def num_adapter_parameters(self, rank: int) -> int:
-        """LoRA of this rank on every linear layer but the head."""
-        return self.num_layers * sum(rank * (rows + cols) for rows, cols in self._linears())
-
-    def _linears(self) -> list[tuple[int, int]]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = [(queries, self.hidden), (keys, self.hidden), (keys, self.hidden)]
-        mlp = [(self.intermediate, self.hidden)] * 3
-        return [*attention, (self.hidden, queries), *mlp]
-
-
-_QWEN_VOCAB = 151_936
-DECODERS = {
-    "Qwen3-0.6B": Decoder(
-        hidden=1024, intermediate=3072, num_layers=28, num_heads=16, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=True,
-    ),
-    "Qwen3-1.7B": Decoder(
-        hidden=2048, intermediate=6144, num_layers=28, num_heads=16, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=True,
-    ),
-    "Qwen3-4B": Decoder(
-        hidden=2560, intermediate=9728, num_layers=36, num_heads=32, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=True,
-    ),
-    "Qwen3-8B": Decoder(
-        hidden=4096, intermediate=12288, num_layers=36, num_heads=32, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=False,
-    ),
-    "Qwen3-14B": Decoder(
-        hidden=5120, intermediate=17408, num_layers=40, num_heads=40, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=False,
-    ),
-    "Qwen3-32B": Decoder(
-        hidden=5120, intermediate=25600, num_layers=64, num_heads=64, num_kv_heads=8,
-        vocab=_QWEN_VOCAB, tied=False,
-    ),
-    "Llama-3.3-70B": Decoder(
-        hidden=8192, intermediate=28672, num_layers=80, num_heads=64, num_kv_heads=8,
-        vocab=128_256, tied=False, query_norms=False,
-    ),
-}  # fmt: skip
-ADAPTER_RANK = 16
-
-
 def sync_table() -> list[list[str]]:
-    """Expected sync times as rows of text, the first of them the heads."""
+    """Return the expected sync times as rows of text; the first row is the header."""
     rows = [["model", "sent", "bytes", *LINKS]]
     for name, decoder in DECODERS.items():
         for sent, number in (
