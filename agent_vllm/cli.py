@@ -16,7 +16,7 @@ COMMANDS: dict[str, str] = {
     "export": "agent_vllm.record.export",
     "replay": "trl_integration.replay_command",
     "serve": "agent_vllm.engines.server.launcher",
-    "simulate": "agent_vllm.simulate.command",
+    "simulate": "agent_vllm.inspect.simulate.command",
     "trace": "agent_vllm.inspect.trace",
     "view": "agent_vllm.inspect.viewer.page",
 }

@@ -1,4 +1,4 @@
-"""A step of training in a layout: rollout, learner, sync, one after the other, as the trainer does.
+"""Simulate training steps in a layout: rollout, learner, sync, one after the other.
 
 Invariant: the shares of every device add up to 1.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from agent_vllm.errors import ScenarioError
-from agent_vllm.simulate.engine import EngineRun, run_engine
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.workload import Plan, with_tools
+from agent_vllm.inspect.simulate.engine import EngineRun, run_engine
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.workload import Plan, with_tools
 
 Layout = Literal["shared", "beside", "servers"]
 LAYOUTS = get_args(Layout)
@@ -20,17 +20,17 @@ _FREE = RateCurve(((1, math.inf),))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Engines and learner.
+    """Describe the engines and the learner.
 
     Attributes:
-        layout: `"shared"`: each engine takes turns with a learner process on one device;
-            `"beside"` and `"servers"`: engines have devices of their own, on the learner's node or
-            elsewhere. These two differ in what a sync takes alone.
-        rate: of one engine.
+        layout: `"shared"`: each engine takes turns with a learner process on one device.
+            `"beside"` and `"servers"`: engines have their own devices, on the learner's node or
+            elsewhere; these two differ in sync time only.
+        rate: speed of one engine.
         max_num_seqs: sequences that run in one engine at a time.
-        num_engines: trajectories are dealt out to them in turns and stay.
-        learner_s: rewards, loss and optimizer, of the slowest process.
-        sync_s: weights to all engines; with `"shared"`, sleep and wake are in it.
+        num_engines: trajectories are assigned round-robin and stay on their engine.
+        learner_s: seconds for rewards, loss and optimizer, on the slowest process.
+        sync_s: seconds to send the weights to all engines; `"shared"` includes sleep and wake-up.
     """
 
     layout: Layout
@@ -53,7 +53,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """Of a device's time; together 1."""
+    """Split a device's time into shares that add up to 1."""
 
     sampling: float
     training: float
@@ -63,16 +63,16 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Means over the rollouts that were played out.
+    """Hold means over the simulated rollouts.
 
     Attributes:
-        rollout_s, learner_s, sync_s, step_s: the first three add up to the last.
-        tokens_per_s: sampled tokens by `step_s`, all engines together.
-        mean_running: sequences in a busy engine.
-        mean_queued: sequences in its queue, over the rollout.
-        engine_bound_s: the rollout if tools took no time.
-        tool_bound_s: the rollout if tokens took no time.
-        shares: by device, `"engine"` and `"learner"`, or one `"device"` where they share it.
+        rollout_s, learner_s, sync_s, step_s: seconds; the first three add up to the last.
+        tokens_per_s: sampled tokens per second of step time, over all engines.
+        mean_running: mean number of sequences in a busy engine.
+        mean_queued: mean number of sequences in its queue during the rollout.
+        engine_bound_s: rollout time if tools took no time.
+        tool_bound_s: rollout time if tokens took no time.
+        shares: per device: `"engine"` and `"learner"`, or one `"device"` if they share it.
     """
 
     num_engines: int
@@ -89,10 +89,10 @@ class Prediction:
 
 
 def predict(rollouts: Sequence[Sequence[Plan]], setup: Setup) -> Prediction:
-    """Play rollouts out, a step each.
+    """Simulate the rollouts, one per step.
 
     Raises:
-        ScenarioError: there is none, or one has no trajectory.
+        ScenarioError: there is no rollout, or one has no trajectory.
     """
     if not rollouts or not all(rollouts):
         raise ScenarioError("`rollouts` must hold one rollout with one trajectory at least.")

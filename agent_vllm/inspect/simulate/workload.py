@@ -1,6 +1,6 @@
-"""What is rolled out: trajectories as turns, drawn from distributions.
+"""Describe the trajectories of a rollout as turns sampled from distributions.
 
-Invariant: a drawn turn has one token at least, and no negative time.
+Invariant: a sampled turn has at least one token and no negative time.
 """
 
 import math
@@ -17,11 +17,11 @@ FORMS = "NUMBER, uniform:LOW:HIGH, lognormal:MEDIAN:P95 or list:A,B,..."
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of the model and what comes before the next one.
+    """Hold a turn's length and the delay after it.
 
     Attributes:
-        num_tokens: sampled by the engine.
-        tool_s: seconds from its end until the trajectory wants its next token, or is done.
+        num_tokens: tokens sampled by the engine.
+        tool_s: seconds from the turn's end until the trajectory's next request, or its end.
     """
 
     num_tokens: int
@@ -33,13 +33,13 @@ Plan = Sequence[Turn]  # one trajectory
 
 class Distribution(Protocol):
     def draw(self, stream: random.Random) -> float:
-        """A value, 0 or more."""
+        """Sample a value of 0 or more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """`low` to `high`; a fixed value where both are the same."""
+    """Sample uniformly from `low` to `high`; equal ends give a fixed value."""
 
     low: float
     high: float
@@ -56,7 +56,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Half of the values are below `median`, one in twenty is above `p95`."""
+    """Sample log-normally, by the median and the 95th percentile."""
 
     median: float
     p95: float
@@ -76,7 +76,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Empirical:
-    """One of the values that were seen."""
+    """Sample one of the given values."""
 
     values: tuple[float, ...]
 
@@ -89,13 +89,13 @@ class Empirical:
 
 
 def distribution(text: str | float) -> Distribution:
-    """A distribution from its text: see `FORMS`.
+    """Parse a distribution; see `FORMS`.
 
     >>> distribution("uniform:0:1")
     Uniform(low=0.0, high=1.0)
 
     Raises:
-        ScenarioError: no such form, or numbers that make none.
+        ScenarioError: unknown form or invalid numbers.
     """
     kind, _, rest = str(text).partition(":")
     try:
@@ -119,7 +119,7 @@ def distribution(text: str | float) -> Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Trajectories of independent draws. The last turn is an answer: no tool follows it."""
+    """Sample trajectories independently. The last turn is an answer: no tool follows it."""
 
     turns: Distribution
     tokens: Distribution
@@ -139,7 +139,7 @@ def _count(values: Distribution, stream: random.Random) -> int:
 
 
 def with_tools(plans: Sequence[Plan], tool_s: Callable[[float], float]) -> list[Plan]:
-    """The same trajectories, with other times after the turns that a tool followed."""
+    """Return the same trajectories with other delays after the turns that a tool followed."""
     return [
         [Turn(turn.num_tokens, tool_s(turn.tool_s) if turn.tool_s else 0.0) for turn in plan]
         for plan in plans

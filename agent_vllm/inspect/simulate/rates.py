@@ -1,6 +1,6 @@
-"""How fast an engine is, by how many sequences run in it at a time; measured, or fitted to spans.
+"""Describe an engine's speed by the number of running sequences, measured or fitted to spans.
 
-Invariant: nothing faster than what was measured is ever assumed.
+Invariant: no rate above the measured ones is assumed.
 """
 
 import itertools
@@ -14,17 +14,17 @@ import torch
 
 from agent_vllm.errors import ScenarioError
 
-SecondsByBin = dict[int, float]  # by how many sequences ran
+SecondsByBin = dict[int, float]  # seconds by number of running sequences, binned
 
 
 @dataclass(frozen=True, slots=True)
 class RateCurve:
-    """Tokens per second of one engine.
+    """Map a number of running sequences to one engine's tokens per second.
 
     Args:
-        points: `(num_sequences, tokens_per_s)`, the tokens of all those sequences together, in
-            any order. Between points the time of a step (one token for each sequence) is
-            interpolated; below the first it is the first's, above the last the rate is the last's.
+        points: `(num_sequences, tokens_per_s)` in any order; the rate is the total over the
+            sequences. Between points the step time (one token per sequence) is interpolated. Below
+            the first point the step time is constant; above the last one the rate is.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -43,7 +43,7 @@ class RateCurve:
         object.__setattr__(self, "points", tuple(sorted(self.points)))
 
     def step_s(self, num_sequences: int) -> float:
-        """Seconds in which each of so many sequences gets one token."""
+        """Return the step time: seconds for one token of each of `num_sequences`."""
         numbers = [number for number, _ in self.points]
         above = bisect_left(numbers, num_sequences)
         if above == 0:
@@ -60,7 +60,7 @@ class RateCurve:
 
 @dataclass(frozen=True, slots=True)
 class TimedTurn:
-    """A turn as it was seen; seconds since its rollout began, waiting in the queue included."""
+    """Hold a recorded turn. Seconds since the start of the rollout; queueing is included."""
 
     start_s: float
     end_s: float
@@ -68,21 +68,21 @@ class TimedTurn:
 
 
 def fit_rates(rollouts: Iterable[Sequence[TimedTurn]]) -> RateCurve:
-    """The curve under which the turns make their tokens in their spans.
+    """Fit the curve that best explains how many tokens each turn made in its span.
 
-    A step's time is taken to be a fixed part and a part for each sequence: two numbers, which stay
-    sound where a rollout says little, such as on its last few sequences. They are found by least
-    squares over the tokens of all turns; the sum of the tokens is kept.
+    The step time is modelled as a fixed part plus a part per sequence. Two parameters are robust
+    where there is little data, such as the last few sequences of a rollout. They are fitted by
+    least squares over the tokens of all turns, with the total number of tokens kept.
 
     Args:
-        rollouts: of each rollout all its turns, all of one engine.
+        rollouts: all turns of each rollout, all sampled by one engine.
 
     Raises:
         ScenarioError: no turn took any time.
     """
-    turns: list[tuple[int, SecondsByBin]] = []  # with the tokens of each
+    turns: list[tuple[int, SecondsByBin]] = []  # (num_tokens, seconds by bin) per turn
     wall_s: SecondsByBin = defaultdict(float)
-    sequence_s: SecondsByBin = defaultdict(float)  # two sequences for a second are two seconds
+    sequence_s: SecondsByBin = defaultdict(float)  # summed over sequences
     for rollout in rollouts:
         turns += _by_bin(rollout, wall_s, sequence_s)
     if not turns:
@@ -96,7 +96,7 @@ def fit_rates(rollouts: Iterable[Sequence[TimedTurn]]) -> RateCurve:
 def _step_parts(
     turns: Sequence[tuple[int, SecondsByBin]], numbers: Mapping[int, float]
 ) -> tuple[float, float]:
-    """Seconds of a step: its fixed part, and for each sequence."""
+    """Return the fixed seconds of a step and its seconds per sequence."""
     slopes = torch.logspace(-5, 3, 161, dtype=torch.float64)  # [S], per sequence by fixed
     tokens = torch.tensor([[n] for n, _ in turns], dtype=torch.float64)  # [N, 1]
     seconds = torch.tensor(
@@ -112,9 +112,9 @@ def _step_parts(
 def _by_bin(
     rollout: Sequence[TimedTurn], wall_s: SecondsByBin, sequence_s: SecondsByBin
 ) -> list[tuple[int, SecondsByBin]]:
-    """Each turn's tokens, and its seconds by how many ran beside it, in half powers of two.
+    """Return each turn's tokens and its seconds by number of running sequences.
 
-    The time of the rollout in each of these bins is added to the last two arguments.
+    Bins are half powers of two. The rollout's time per bin is added to the last two arguments.
     """
     changes = Counter(turn.start_s for turn in rollout)
     changes.subtract(turn.end_s for turn in rollout)

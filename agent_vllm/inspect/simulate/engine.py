@@ -1,7 +1,7 @@
-"""One engine and its trajectories, played out event by event.
+"""Simulate one engine and its trajectories, event by event.
 
-All sequences in the engine get their tokens at one pace, which depends on how many there are;
-others queue, first come, first served. Invariant: busy and idle time add up to the whole.
+All running sequences get tokens at the same rate, which depends on their number. The others wait
+in a first-come, first-served queue. Invariant: busy and idle time add up to the whole.
 """
 
 import heapq
@@ -10,20 +10,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.workload import Plan
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.workload import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRun:
-    """What one engine did in a rollout.
+    """Hold what one engine did in a rollout.
 
     Attributes:
-        seconds: until the last trajectory was done.
-        busy_s: of them, with a sequence in the engine.
-        sequence_s: seconds of all sequences in the engine together; by `busy_s` their mean number.
-        queued_s: seconds of all sequences in the queue together.
-        num_tokens: sampled.
+        seconds: time until the last trajectory finished.
+        busy_s: part of it with at least one running sequence.
+        sequence_s: running time, summed over sequences; divided by `busy_s`, their mean number.
+        queued_s: queueing time, summed over sequences.
+        num_tokens: sampled tokens.
     """
 
     seconds: float
@@ -34,19 +34,19 @@ class EngineRun:
 
 
 class _EngineState:
-    """The engine between two events: who runs, who queues."""
+    """Track the running and the queued sequences between two events."""
 
     def __init__(self, rate: RateCurve, max_num_seqs: int) -> None:
         self._rate = rate
         self._max_num_seqs = max_num_seqs
-        # Everyone in the engine has the same pace: tokens since the start are one clock for all.
+        # All running sequences have the same pace, so tokens since the start are a common clock.
         self._clock = 0.0
         self._running: list[tuple[float, int]] = []  # clock at the end, trajectory
         self._queue: deque[tuple[int, int]] = deque()  # trajectory, tokens
         self.busy_s = self.sequence_s = self.queued_s = 0.0
 
     def next_end_s(self) -> float:
-        """Seconds until a sequence is done."""
+        """Return the seconds until the next sequence finishes."""
         if not self._running:
             return math.inf
         return (self._running[0][0] - self._clock) * self._rate.step_s(len(self._running))
@@ -74,10 +74,12 @@ class _EngineState:
 
 
 def run_engine(plans: Sequence[Plan], rate: RateCurve, max_num_seqs: int) -> EngineRun:
-    """Play all trajectories out on one engine; they start together."""
+    """Simulate all trajectories on one engine; they start together."""
     engine = _EngineState(rate, max_num_seqs)
     now_s = 0.0
-    with_tools = [(0.0, trajectory) for trajectory in range(len(plans))]  # when it is back
+    with_tools = [
+        (0.0, trajectory) for trajectory in range(len(plans))
+    ]  # (time of return, trajectory)
     remaining = [iter(plan) for plan in plans]
     tool_s = [0.0] * len(plans)
     while True:

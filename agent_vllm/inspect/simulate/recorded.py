@@ -1,6 +1,6 @@
-"""What a recorded run tells a simulation: its trajectories, its engine's rate, its learner's time.
+"""Read a recorded run for a simulation: its trajectories, engine rate and learner time.
 
-Invariant: a turn's time is the recorded one, whatever it was spent on (tools, users, the host).
+Invariant: the time after a turn is the recorded one, whatever it was spent on (tools, users, host).
 """
 
 import itertools
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_vllm.errors import RecordError
+from agent_vllm.inspect.simulate.rates import RateCurve, TimedTurn, fit_rates
+from agent_vllm.inspect.simulate.workload import Plan, Turn
 from agent_vllm.record import RolloutRecord, read_batches, to_trajectory
-from agent_vllm.simulate.rates import RateCurve, TimedTurn, fit_rates
-from agent_vllm.simulate.workload import Plan, Turn
 from agent_vllm.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """The training rollouts of a record.
+    """Hold the training rollouts of a record.
 
     Attributes:
-        rollouts: their trajectories, ready to be played out.
-        rollout_s: what each took, one a rollout.
-        timed_turns: their turns as they were seen.
-        between_s: from each rollout's end to the next one's start: rewards, learner and sync.
-            None where no training rollout followed in the same session.
+        rollouts: trajectories to simulate, per rollout.
+        rollout_s: measured seconds, per rollout.
+        timed_turns: recorded turns, per rollout.
+        between_s: seconds from each rollout's end to the next one's start: rewards, learner and
+            sync. None where no training rollout followed in the same session.
     """
 
     rollouts: list[list[Plan]]
@@ -34,20 +34,20 @@ class RecordedRun:
     between_s: list[float | None]
 
     def rate(self) -> RateCurve:
-        """Of all engines that one process's rollouts were sampled by, as if they were one."""
+        """Fit the rate of the engines that sampled this process's rollouts, taken as one engine."""
         return fit_rates(self.timed_turns)
 
     def learner_s(self) -> float | None:
-        """Rewards, learner and sync: the median, which one checkpoint does not move."""
+        """Return the median time of rewards, learner and sync; a checkpoint does not shift it."""
         known = [seconds for seconds in self.between_s if seconds is not None]
         return statistics.median(known) if known else None
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read one process's record; rollouts of evaluations are left out.
+    """Read one process's record; evaluation rollouts are skipped.
 
     Raises:
-        FileNotFoundError, RecordError: as `read_rollouts`; or it holds no training rollout.
+        FileNotFoundError, RecordError: as `read_rollouts`, or no training rollout is in it.
     """
     batches = [_Batch.of(batch) for batch in read_batches(path)]
     trained = [batch for batch in batches if batch.mode != "eval"]
@@ -67,7 +67,7 @@ def read_run(path: str | Path) -> RecordedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """What is kept of a rollout; its tokens are not."""
+    """Hold what a simulation needs of a rollout; the tokens are dropped."""
 
     mode: str
     session: int
@@ -99,16 +99,16 @@ def _between_s(before: _Batch, after: _Batch | None) -> float | None:
 
 
 def timed_turns(trajectories: Iterable[Trajectory]) -> list[TimedTurn]:
-    """The turns of one rollout.
+    """Return the timed turns of one rollout.
 
     Raises:
-        RecordError: a trajectory has more or fewer spans of the model than turns.
+        RecordError: the numbers of model spans and of turns differ.
     """
     return [turn for trajectory in trajectories for turn in _timed_turns(trajectory)]
 
 
 def plan_of(trajectory: Trajectory) -> Plan:
-    """The trajectory as turns, each with the seconds until the next one began.
+    """Return the trajectory as turns, each with the seconds until the next one began.
 
     Raises:
         RecordError: as `timed_turns`.

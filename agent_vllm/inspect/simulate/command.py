@@ -1,8 +1,9 @@
-"""Predict step time and idle shares of a layout, from numbers or from a recorded run.
+"""Predict step time and idle shares of a layout, from a recorded run or from numbers.
 
-`--from rollouts.jsonl` takes trajectories, engine rate and the learner's time from the record;
-every other option then asks "what if". Without it, `--turns`, `--tokens`, `--tool-s` and `--rate`
-say what is run. A distribution is NUMBER, uniform:LOW:HIGH, lognormal:MEDIAN:P95 or list:A,B,...
+With `--from rollouts.jsonl`, the trajectories, the engine's rate and the learner's time come from
+the record, and the other options change single values. Without it, `--turns`, `--tokens`,
+`--tool-s` and `--rate` are required. A distribution is NUMBER, uniform:LOW:HIGH,
+lognormal:MEDIAN:P95 or list:A,B,...
 """
 
 import argparse
@@ -18,46 +19,58 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_vllm.errors import ScenarioError
-from agent_vllm.simulate.rates import RateCurve
-from agent_vllm.simulate.recorded import RecordedRun, read_run
-from agent_vllm.simulate.step import LAYOUTS, Setup, predict
-from agent_vllm.simulate.sync import LINK_EFFICIENCY, LINKS, sync_seconds, sync_table
-from agent_vllm.simulate.workload import Plan, Workload, distribution, with_tools
+from agent_vllm.inspect.simulate.hardware import LINK_EFFICIENCY, LINKS
+from agent_vllm.inspect.simulate.rates import RateCurve
+from agent_vllm.inspect.simulate.recorded import RecordedRun, read_run
+from agent_vllm.inspect.simulate.step import LAYOUTS, Setup, predict
+from agent_vllm.inspect.simulate.sync import sync_seconds, sync_table
+from agent_vllm.inspect.simulate.workload import Plan, Workload, distribution, with_tools
 
 HELP = "predict step time and idle shares of a layout"
 
-_TRUSTED = 0.15  # of the recorded time
+_TRUSTED = 0.15  # largest relative error of a simulation that is trusted
 _OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"help": f"one of {', '.join(LAYOUTS)}; default: shared"},
-    "engines": {"nargs": "+", "type": int, "help": "numbers of engines, a line each; default: 1"},
-    "trajectories": {"type": int, "help": "of a step; default: 64, or as recorded"},
-    "turns": {"help": "of a trajectory, a distribution"},
-    "tokens": {"help": "of a turn, a distribution"},
+    "engines": {"nargs": "+", "type": int, "help": "numbers of engines, one line each; default: 1"},
+    "trajectories": {"type": int, "help": "trajectories per step; default: 64, or as recorded"},
+    "turns": {"help": "turns per trajectory, a distribution"},
+    "tokens": {"help": "sampled tokens per turn, a distribution"},
     "tool_s": {"help": "seconds between two turns, a distribution"},
-    "tool_scale": {"type": float, "help": "factor on the recorded times between turns"},
+    "tool_scale": {"type": float, "help": "scale the recorded times between turns"},
     "rate": {
         "nargs": "+",
         "metavar": "SEQUENCES:TOKENS_PER_S",
-        "help": "measured points of one engine: tokens a second of so many sequences together",
+        "help": "measured points of one engine: total tokens per second at a number of sequences",
     },
-    "max_num_seqs": {"type": int, "help": "sequences in one engine at a time; default: 128"},
-    "learner_s": {"type": float, "help": "seconds of a step's rewards, loss and optimizer"},
-    "sync_s": {"type": float, "help": "seconds of a weight sync; default: 0, or in learner-s"},
-    "sync_bytes": {"type": float, "help": "instead: bytes of a sync, over --link"},
-    "link": {"help": f"one of {', '.join(LINKS)}, at {LINK_EFFICIENCY:.0%} of its nominal rate"},
-    "steps": {"type": int, "help": "steps that are played out; default: 10, or all recorded"},
-    "seed": {"type": int, "help": "default: 0"},
+    "max_num_seqs": {
+        "type": int,
+        "help": "sequences that run in one engine at a time; default: 128",
+    },
+    "learner_s": {"type": float, "help": "seconds per step for rewards, loss and optimizer"},
+    "sync_s": {
+        "type": float,
+        "help": "seconds per weight sync; default: 0 (a record has it in --learner-s)",
+    },
+    "sync_bytes": {
+        "type": float,
+        "help": "bytes per weight sync, sent over --link; replaces --sync-s",
+    },
+    "link": {
+        "help": f"one of {', '.join(LINKS)}; {LINK_EFFICIENCY:.0%}% of the nominal rate is used"
+    },
+    "steps": {"type": int, "help": "steps to simulate; default: 10, or all recorded"},
+    "seed": {"type": int, "help": "seed of the random draws; default: 0"},
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="record", type=Path, help="rollouts.jsonl of a run")
-    parser.add_argument("--scenario", type=Path, help="a JSON object with the options below")
+    parser.add_argument("--scenario", type=Path, help="JSON file with the options below")
     for name, about in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **about)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--sync-table", action="store_true", help="print expected sync times by size, and end"
+        "--sync-table", action="store_true", help="print expected sync times by model size and exit"
     )
 
 
@@ -77,13 +90,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def simulate(options: Mapping[str, Any], recorded: RecordedRun | None = None) -> dict[str, Any]:
-    """What the command prints as JSON: the options as understood, and a prediction each.
+    """Return what the command prints as JSON: the options in effect and the predictions.
 
     Args:
-        options: the command's, by name with underscores.
+        options: the command's options, named with underscores.
 
     Raises:
-        ScenarioError: an option is missing, unknown or wrong.
+        ScenarioError: an option is missing, unknown or invalid.
     """
     rollouts = _rollouts(options, recorded)
     setup = _setup(options, recorded, len(rollouts[0]))
@@ -121,7 +134,7 @@ def _scenario(path: Path) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, path: Path) -> Any:
-    """As the command line would have it."""
+    """Convert a value of a scenario file as the command line would."""
     kind = _OPTIONS[name].get("type", str)
     many = "nargs" in _OPTIONS[name]
     try:
@@ -159,7 +172,7 @@ def _rollouts(options: Mapping[str, Any], recorded: RecordedRun | None) -> list[
 def _recorded_rollouts(
     options: Mapping[str, Any], recorded: RecordedRun, stream: random.Random
 ) -> list[list[Plan]]:
-    """As recorded; or with another number of trajectories, drawn from all that were recorded."""
+    """Return the recorded rollouts, or resample them to another number of trajectories."""
     for name in ("turns", "tokens"):
         if name in options:
             raise ScenarioError(f"`{name}` comes from the record: leave it or --from out.")
@@ -202,7 +215,7 @@ def _rate(options: Mapping[str, Any], recorded: RecordedRun | None) -> RateCurve
 
 
 def _recorded_learner_s(recorded: RecordedRun | None, number: int) -> float:
-    """All that happened between rollouts, by the number of trajectories."""
+    """Return the recorded time between rollouts, scaled to `number` trajectories."""
     learner_s = recorded and recorded.learner_s()
     if recorded is None or learner_s is None:
         return 0.0
@@ -220,9 +233,9 @@ def _sync_s(options: Mapping[str, Any]) -> float:
 
 
 def _as_recorded(recorded: RecordedRun, options: Mapping[str, Any]) -> dict[str, float | None]:
-    """What was measured, and what the simulation makes of the very same: how far to trust it.
+    """Return the measured times beside a simulation of the same rollouts.
 
-    With a rate that was given, of another machine maybe, there is nothing to compare.
+    With a given rate, which may be another machine's, there is nothing to compare.
     """
     predicted_s = None
     if "rate" not in options:
@@ -246,29 +259,28 @@ def _show(result: Mapping[str, Any]) -> None:
     bound = result["predicted"][-1]
     console.print(
         f"With {bound['num_engines']} engines a rollout takes {bound['engine_bound_s']:.3g} s if "
-        f"tools take no time, {bound['tool_bound_s']:.3g} s if tokens take none; a busy engine "
-        f"holds {bound['mean_running']:.3g} sequences, its queue {bound['mean_queued']:.3g}."
+        f"tools take no time, and {bound['tool_bound_s']:.3g} s if tokens take none. A busy engine "
+        f"runs {bound['mean_running']:.3g} sequences; {bound['mean_queued']:.3g} are queued."
     )
     if recorded := result["recorded"]:
         console.print(_trust(recorded["rollout_s"], recorded["predicted_rollout_s"]))
 
 
 def _trust(recorded_s: float, predicted_s: float | None) -> str:
-    text = f"As recorded: {recorded_s:.3g} s a rollout"
+    text = f"Recorded: {recorded_s:.3g} s per rollout"
     if predicted_s is None:
         return f"{text}."
-    text += f"; the simulation of the same says {predicted_s:.3g} s."
+    text += f"; simulated: {predicted_s:.3g} s."
     if abs(predicted_s - recorded_s) <= _TRUSTED * recorded_s:
         return text
     return (
         f"{text} They are more than {_TRUSTED:.0%} apart: don't trust the rest. An engine that "
-        "batches whole turns (torch), warms up or was slowed by others is not what is simulated; "
-        "give --rate."
+        "batches whole turns (torch), warms up or shares its machine is not simulated. Give --rate."
     )
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    title = f"{result['layout']}, {result['trajectories']} trajectories a step, times in seconds"
+    title = f"{result['layout']}, {result['trajectories']} trajectories per step, times in seconds"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     devices = list(result["predicted"][0]["shares"])
     for head in (
