@@ -17,7 +17,7 @@ from agent_vllm.batch import TrainingBatch, collate
 from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajectory
 
 if TYPE_CHECKING:
-    from trl_integration.replay import Replayed, ReplayTrainer
+    from trl_integration.rescore import Rescored, RescoringTrainer
 
 HELP = "rewards, tensors and loss of recorded rollouts, without an engine"
 _MAX_LISTED = 20
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     trainer = _trainer(functions, args.model, args.config)
     num_differences = 0
     for records in read_batches(args.rollouts):
-        replayed = trainer.replay(records)
+        replayed = trainer.rescore(records)
         differences = list(_differences(records, replayed.rewards))
         num_differences += len(differences)
         batch = collate([to_trajectory(record) for record in records], pad_token_id=0)
@@ -85,17 +85,17 @@ def _is_reward(function: Callable[..., Any]) -> bool:
 
 def _trainer(
     functions: list[Callable[..., Any]], model: str | None, settings: dict[str, Any]
-) -> "ReplayTrainer":
+) -> "RescoringTrainer":
     """The loss is TRL's: this command is built on the trainer, and nothing else in here is."""
-    from trl_integration.replay import ReplayTrainer, replay_config
+    from trl_integration.rescore import RescoringTrainer, rescoring_config
 
     if model is None:
-        return ReplayTrainer(functions, replay_config(**settings))
+        return RescoringTrainer(functions, rescoring_config(**settings))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return ReplayTrainer(
+    return RescoringTrainer(
         functions,
-        replay_config(**settings),
+        rescoring_config(**settings),
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         AutoTokenizer.from_pretrained(model),
     )
@@ -115,7 +115,7 @@ def _differences(
 
 def _report(
     records: Sequence[RolloutRecord],
-    replayed: "Replayed",
+    replayed: "Rescored",
     differences: Sequence[str],
     batch: TrainingBatch,
 ) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _report(
     yield f"  loss: {replayed.loss!r}, learner logprobs recorded for {num_known}/{len(records)}"
 
 
-def _token_counts(records: Sequence[RolloutRecord], replayed: "Replayed") -> str:
+def _token_counts(records: Sequence[RolloutRecord], replayed: "Rescored") -> str:
     num_prompt = sum(len(record["prompt_ids"]) for record in records)
     num_sampled = sum(sum(record["completion_mask"]) for record in records)
     num_completion = sum(len(record["completion_ids"]) for record in records)

@@ -26,13 +26,13 @@ from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
-from agent_vllm.tools import Tool, tool_name, tools_by_name
+from agent_vllm.tools import Tool, select_tools, tool_name, tools_by_name
 from agent_vllm.types import Trajectory
-from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, RolloutLost, SyncAfterSteps
 from trl_integration.environments import RowEnvironments, UserOfRow
+from trl_integration.fields import reward_columns, to_trl
 from trl_integration.interrupts import interrupted_afterwards
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import (
@@ -42,7 +42,6 @@ from trl_integration.metrics import (
     rollout_metrics,
 )
 from trl_integration.recording import RecordedRollout, TrainingRecord
-from trl_integration.row_tools import select_tools
 
 ToolFunctions = Sequence[Tool | Callable[..., Any]]
 

@@ -28,7 +28,7 @@ from trl_integration.trainer import AgentGRPOTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
+class Rescored:
     """What became of one recorded rollout. Lists and dim 0 of tensors have an entry a record."""
 
     inputs: dict[str, torch.Tensor]  # what TRL's loss is made of
@@ -36,7 +36,7 @@ class Replayed:
     loss: float
 
 
-class ReplayTrainer(AgentGRPOTrainer):
+class RescoringTrainer(AgentGRPOTrainer):
     """
     [`AgentGRPOTrainer`] for recorded rollouts, without an engine.
 
@@ -64,14 +64,14 @@ class ReplayTrainer(AgentGRPOTrainer):
         super().__init__(
             model or _placeholder_model(),
             reward_funcs,
-            args or replay_config(),
+            args or rescoring_config(),
             Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}]),
             processing_class=tokenizer,
             rollout_engine=ReplayRolloutEngine([], tokenizer, max_model_len=1),
             chat_format=cast(Any, "none: conversations are read, not made"),
         )
 
-    def replay(self, records: Sequence[RolloutRecord]) -> Replayed:
+    def rescore(self, records: Sequence[RolloutRecord]) -> Rescored:
         """
         Score one recorded rollout, all records of one process, and compute its loss.
 
@@ -92,7 +92,7 @@ class ReplayTrainer(AgentGRPOTrainer):
         rewards = [
             dict(zip(self.reward_func_names, row, strict=True)) for row in self._rewards.tolist()
         ]
-        return Replayed(inputs=inputs, rewards=rewards, loss=loss)
+        return Rescored(inputs=inputs, rewards=rewards, loss=loss)
 
     def _rollout(self, prompts: list[Any]) -> list[Trajectory]:
         trajectories = [to_trajectory(record) for record in self._records]
@@ -119,7 +119,7 @@ class ReplayTrainer(AgentGRPOTrainer):
         return self._learner_logps, torch.zeros_like(self._learner_logps), None
 
 
-def replay_config(**settings: Any) -> AgentGRPOConfig:
+def rescoring_config(**settings: Any) -> AgentGRPOConfig:
     """Settings for a replay on a CPU, which writes nothing."""
     defaults = {
         "output_dir": tempfile.gettempdir(),

@@ -7,8 +7,7 @@ from datasets import Dataset
 from fakes import add, shout, user
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import Tool, as_tool, tools_by_name
-from trl_integration.row_tools import select_tools
+from agent_vllm.tools import Tool, as_tool, select_tools, tools_by_name
 
 TOOLS = tools_by_name([add, shout])
 

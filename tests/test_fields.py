@@ -3,7 +3,7 @@
 from fakes import PAD, observed, sampled, trajectory
 
 from agent_vllm.types import StopReason, ToolResult
-from trl_integration.adapter import reward_columns, to_trl
+from trl_integration.fields import reward_columns, to_trl
 
 
 def test_fields_of_two_rows():

@@ -1,4 +1,4 @@
-"""Which tools a dataset row offers: all of the trainer's, or those that its `tools` column names."""
+"""Which tools a dataset row offers: all tools, or those that its `tools` column names."""
 
 import dataclasses
 import json
