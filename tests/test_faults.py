@@ -45,7 +45,7 @@ def test_without_faults_it_is_the_engine(chat):
 
 
 @pytest.mark.parametrize(("fault", "error"), LOST.items())
-def test_c08_c10_c19_a_fault_is_met_with_one_retry(chat, fault, error):
+def test_a_fault_is_met_with_one_retry(chat, fault, error):
     """The second of two turns is spoiled: once, then twice."""
     assert ended(chat, [None, fault])[0] == [(StopReason.ANSWERED, None)]
     ((reason, told),), engine = ended(chat, [None, fault, fault])

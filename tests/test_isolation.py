@@ -76,7 +76,7 @@ def test_what_a_call_does_to_its_process(function, result):
     assert call(function) == result
 
 
-def test_b18_a_sleeping_call_is_killed_when_its_time_is_up():
+def test_a_sleeping_call_is_killed_when_its_time_is_up():
     assert call(untrusted.sleep, timeout_s=0.5) == failed("Timed out after 0.5 s.")
 
 

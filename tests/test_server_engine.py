@@ -269,7 +269,7 @@ ENDINGS = {"done": 0, "raises": 1, "SIGINT": -signal.SIGINT, "SIGKILL": -signal.
 
 @pytest.mark.parametrize("name", ["vllm-server", "vllm"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_f15_however_a_trainer_ends_nothing_is_left(engine, servers, agent_path, name, ending):
+def test_however_a_trainer_ends_nothing_is_left(engine, servers, agent_path, name, ending):
     """No process, port or memory of its own, no request on a server."""
     urls = [server.url for server in servers] if name == "vllm-server" else []
     command = [sys.executable, "-c", TRAINER, name, str(agent_path), ending, *urls]

@@ -39,7 +39,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("trained", ["whole", "lora"])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_d22_engines_follow_a_sharded_learner(found, engine, trained, capsys):
+def test_engines_follow_a_sharded_learner(found, engine, trained, capsys):
     ranks = [rank[f"{engine} {trained}"] for rank in found]
     for rank in ranks:
         assert rank["same_names"]
