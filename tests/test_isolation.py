@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import untrusted
+from paths import ROOT
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import ToolDefinitionError
 from agent_vllm.tools import as_tool, isolated
 from agent_vllm.tools.results import MAX_RESULT_CHARS
-
-ROOT = Path(__file__).parent.parent
 
 
 def call(function, timeout_s=20.0, limits=None, **arguments):

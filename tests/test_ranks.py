@@ -15,10 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, TESTS
 
 from agent_vllm.inspect import read_rollouts
 
-ROOT = Path(__file__).parents[1]
 GAP = 5e-5
 pytestmark = pytest.mark.vllm
 
@@ -28,12 +28,11 @@ def launch(folder, *stories):
     command = [
         Path(sys.executable).with_name("accelerate"), "launch", "--multi_gpu", "--num_processes=2",
         "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
-        ROOT / "tests" / "rank_stories.py", folder, *stories,
+        TESTS / "rank_stories.py", folder, *stories,
     ]  # fmt: skip
-    paths = [str(ROOT / name) for name in ("", "examples", "tests")]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True, env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     try:
         output, _ = run.communicate(timeout=400)

@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, TESTS
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 
 
@@ -17,9 +16,8 @@ TOLERANCE = 1e-5
 def found(tmp_path_factory):
     """What each of two processes found, by engine and learner."""
     directory = tmp_path_factory.mktemp("ranks")
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    script = str(ROOT / "tests" / "sharded_learner.py")
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    script = str(TESTS / "sharded_learner.py")
     engines = "torch vllm" if importlib.util.find_spec("vllm") else "torch"
     ranks = [
         subprocess.Popen(

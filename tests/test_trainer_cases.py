@@ -10,12 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import ids_of
+from stress.faults import Fault, FaultyEngine
 from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import StopReason, TorchRolloutEngine
 from agent_vllm.errors import EngineError
-from agent_vllm.testing import Fault, FaultyEngine, ScriptedRolloutEngine
+from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 ANSWER = "Yes."
