@@ -44,13 +44,13 @@ serve: install
 # Many trajectories with faults by a seed: nothing lost, nothing left behind.
 soak: export OMP_NUM_THREADS ?= 1
 soak: install
-	$(BIN)/python -m benchmarks.soak --engine scripted --num-trajectories 20000 $(ARGS)
-	$(BIN)/python -m benchmarks.soak --engine vllm --num-trajectories 500 $(ARGS)
+	PYTHONPATH=tests:examples $(BIN)/python -m stress.soak --engine scripted --num-trajectories 20000 $(ARGS)
+	PYTHONPATH=tests:examples $(BIN)/python -m stress.soak --engine vllm --num-trajectories 500 $(ARGS)
 
 # Ctrl-C and SIGTERM at random moments of a training run.
 stops: export OMP_NUM_THREADS ?= 1
 stops: install
-	$(BIN)/python -m benchmarks.stops $(ARGS)
+	PYTHONPATH=tests:examples $(BIN)/python -m stress.stops $(ARGS)
 
 # Known vulnerabilities of the locked packages, where the registry tells of them.
 audit:

@@ -1,6 +1,5 @@
-"""Folders that are made once and kept: under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm`."""
+"""Folders that are made once per machine and kept: in `AGENT_VLLM_CACHE` or `~/.cache/agent_vllm`."""
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -8,12 +7,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
 
 def made_once(name: str, sources: Sequence[str | Path], make: Callable[[Path], object]) -> Path:
-    """The folder of that name; `make` fills it where it isn't there yet.
+    """Return the folder of that name; `make` fills it if it does not exist yet.
 
     The name is followed by a digest of the source files, so an edited recipe never meets an old
-    folder. It is filled under another name and renamed when complete: what is there is whole.
+    folder. It is filled under another name and renamed when complete: what is there is whole. Of
+    several processes that ask at the same time one fills it and the others wait.
     """
     cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
     digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources))
@@ -21,13 +23,16 @@ def made_once(name: str, sources: Sequence[str | Path], make: Callable[[Path], o
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
+    with FileLock(cache / f".{folder.name}.lock"):
+        if not folder.is_dir():
+            _fill(folder, make)
+    return folder
+
+
+def _fill(folder: Path, make: Callable[[Path], object]) -> None:
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         make(unfinished)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good
-            unfinished.rename(folder)
-        if not folder.is_dir():
-            raise OSError(f"{folder} could not be written.")
+        unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder

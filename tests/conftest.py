@@ -1,4 +1,4 @@
-"""What tests share: threads that don't spin, one tiny agent and one vLLM engine for the session."""
+"""Fixtures of all tests: one tiny agent per machine, one vLLM engine per worker, real trainers."""
 
 import os
 
@@ -21,12 +21,25 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.testing import ScriptedRolloutEngine
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items):
-    """Where vLLM is missing its tests are skipped on a laptop and fail in CI."""
+    """Skip vLLM's tests on a laptop without vLLM; say which tests share a worker."""
     if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
         for item in items:
             if "vllm" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def group_of(item):
+    """Return the tests' common worker: what is costly to build is built once."""
+    if "new_tab" in item.fixturenames:
+        return "browser"
+    if "vllm" in item.keywords and "e2e" not in item.keywords:
+        return "vllm"
+    return item.path.name  # fixtures of a module
 
 
 @pytest.fixture(scope="session")

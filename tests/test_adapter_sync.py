@@ -39,7 +39,7 @@ def train_a_step(model, lr=1e-2):
 
 
 @pytest.mark.vllm
-def test_d07_vllm_follows_an_adapter_that_is_sent_by_itself(agent):
+def test_vllm_follows_an_adapter_that_is_sent_by_itself(agent):
     """Ranks and scalings of layers differ; each version is served, never an older one."""
     model = adapted(agent[0], rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3})
     base_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -59,7 +59,7 @@ def test_d07_vllm_follows_an_adapter_that_is_sent_by_itself(agent):
 
 
 @pytest.mark.vllm
-def test_d07_vllm_follows_merged_weights_when_told_to(agent):
+def test_vllm_follows_merged_weights_when_told_to(agent):
     model = adapted(agent[0])
     with VLLMRolloutEngine(model, agent[1], adapter_sync="merged") as engine:
         first = gap(engine, model)
@@ -68,7 +68,7 @@ def test_d07_vllm_follows_merged_weights_when_told_to(agent):
         assert max(first, gap(engine, model)) <= TOLERANCE
 
 
-def test_d07_the_torch_engine_runs_the_adapted_learner_itself(agent):
+def test_the_torch_engine_runs_the_adapted_learner_itself(agent):
     model = adapted(agent[0], use_dora=True)
     with TorchRolloutEngine(model, agent[1]) as engine:
         first = gap(engine, model)
@@ -79,7 +79,7 @@ def test_d07_the_torch_engine_runs_the_adapted_learner_itself(agent):
 
 
 @pytest.mark.vllm
-def test_d09_d20_one_engine_takes_any_adapter_as_it_can(agent, agent_path):
+def test_one_engine_takes_any_learner_by_the_way_that_fits_it(agent, agent_path):
     """Built from a path: a plain learner, DoRA, a trained norm, and a base that is quantised."""
     model, _ = agent
     with VLLMRolloutEngine(agent_path, adapter_sync="adapter") as engine:
@@ -110,7 +110,7 @@ def test_an_unknown_way_of_syncing_is_refused_by_name(agent):
         VLLMRolloutEngine(*agent, adapter_sync="both")
 
 
-def test_c07_a_head_that_only_the_learner_keeps_in_float32_is_refused(agent):
+def test_a_head_that_only_the_learner_keeps_in_float32_is_refused(agent):
     model, tokenizer = agent
     model.bfloat16().lm_head.float()
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32=False"):
@@ -119,7 +119,7 @@ def test_c07_a_head_that_only_the_learner_keeps_in_float32_is_refused(agent):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("tied", [True, False])
-def test_d14_d17_packed_experts_and_heads_move_with_every_sync(agent, tied):
+def test_packed_experts_and_heads_move_with_every_sync(agent, tied):
     _, tokenizer = agent
     model = packed_model(
         tie_word_embeddings=tied, vocab_size=len(tokenizer), hidden_size=64,
@@ -135,7 +135,7 @@ def test_d14_d17_packed_experts_and_heads_move_with_every_sync(agent, tied):
 
 
 @pytest.mark.vllm
-def test_d15_weights_that_vllm_does_not_load_are_named(agent, vllm_engine, monkeypatch):
+def test_weights_that_vllm_does_not_load_are_named(agent, vllm_engine, monkeypatch):
     """vLLM itself only logs it."""
     model, _ = agent
 
@@ -153,7 +153,7 @@ def test_d15_weights_that_vllm_does_not_load_are_named(agent, vllm_engine, monke
 
 
 @pytest.mark.vllm
-def test_d16_the_order_of_tensors_does_not_matter(agent, vllm_engine, monkeypatch):
+def test_the_order_of_tensors_does_not_matter(agent, vllm_engine, monkeypatch):
     """vLLM fuses q, k and v, and gate and up; they may come far apart."""
     model, _ = agent
 

@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Wrapper(torch.compile(m))])
-def test_d07_d09_merged_weights_are_the_learners_under_plain_names(kind, wrap):
+def test_merged_weights_are_the_learners_under_plain_names(kind, wrap):
     model = adapted(learner(), **KINDS[kind])
     if "modules_to_save" in kind or "norm" in kind:
         trained = [
@@ -73,7 +73,7 @@ def test_d07_d09_merged_weights_are_the_learners_under_plain_names(kind, wrap):
     assert (base - expected).abs().max() > 1e-4  # the adapter does something
 
 
-def test_d09_of_several_adapters_the_active_one_counts():
+def test_of_several_adapters_the_active_one_counts():
     model = adapted(learner(), modules_to_save=["norm"])
     model.add_adapter("ref", model.peft_config["default"])
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_a_merged_learner_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_d08_a_hundred_syncs_leave_the_base_bit_identical(dtype):
+def test_a_hundred_syncs_leave_the_base_bit_identical(dtype):
     model = adapted(learner().to(dtype))
     before = state(model)
     for _ in range(100):
@@ -109,7 +109,7 @@ def test_d08_a_hundred_syncs_leave_the_base_bit_identical(dtype):
     assert same(before, state(model))
 
 
-def test_d08_the_check_notices_merging_in_place():
+def test_the_check_notices_merging_in_place():
     model = adapted(learner().bfloat16())
     before = state(model)
     model.merge_adapter()
@@ -118,7 +118,7 @@ def test_d08_the_check_notices_merging_in_place():
     assert not same(before, state(model))  # rounding: bf16 doesn't come back
 
 
-def test_d07_a_load_that_raises_leaves_the_learner_unmerged():
+def test_a_load_that_raises_leaves_the_learner_unmerged():
     model = adapted(learner())
     before = state(model)
     with pytest.raises(RuntimeError, match="full"):
@@ -128,7 +128,7 @@ def test_d07_a_load_that_raises_leaves_the_learner_unmerged():
     assert same(before, state(model))
 
 
-def test_d14_adapters_on_packed_experts_are_merged_too():
+def test_adapters_on_packed_experts_are_merged_too():
     model = packed_model()
     wanted = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
     model = adapted(model, **wanted)

@@ -49,24 +49,24 @@ def test_a_sampled_pad_id_is_a_token_like_others():
     assert batch.completion_mask.tolist() == [[0, 1, 1], [1, 0, 0]]
 
 
-def test_g1_turns_after_an_end_token_stay_trained():
+def test_turns_after_an_end_token_stay_trained():
     batch = collate([trajectory([1], sampled(3, 9), observed(4), sampled(5, 9))], PAD)
     # columns:                                 3  9  4  5  9
     assert batch.completion_mask.tolist() == [[1, 1, 0, 1, 1]]
 
 
-def test_g2_pad_ids_inside_a_row_are_attended_to():
+def test_pad_ids_inside_a_row_are_attended_to():
     batch = collate([trajectory([PAD, 1], sampled(PAD, 3)), trajectory([1], sampled(3))], PAD)
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
-def test_g5_g8_all_columns_have_one_width_and_padding_is_never_trained():
+def test_all_columns_have_one_width_and_padding_is_never_trained():
     batch = collate([trajectory([1], sampled(3)), trajectory([1], sampled(3), observed(4, 5))], PAD)
     assert batch.completion_mask.shape == batch.old_per_token_logps.shape == (2, 3)
     assert batch.completion_mask.tolist() == [[1, 0, 0], [1, 0, 0]]
 
 
-def test_c17_a_row_without_completion():
+def test_a_row_without_completion_is_all_prompt_and_padding():
     batch = collate([trajectory([1, 2]), trajectory([1], sampled(7, 9))], PAD)
     # columns:                          P  P
     assert batch.input_ids.tolist() == [[1, 2, 0], [1, 7, 9]]

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from benchmarks import runner
 from benchmarks.figures import SHOWN, Figure, at_least, at_most, ratios
 
-ROOT = Path(__file__).parent.parent
 KEYS = {
     "id", "what", "value", "unit", "goal", "limit", "holds", "spread", "note", "versions",
     "machine", "quick",

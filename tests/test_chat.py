@@ -55,13 +55,13 @@ def test_suffix_without_a_next_turn(chat):
     assert text_of(chat, ids) == "\n<|im_start|>tool\n42<|im_end|>\n"
 
 
-def test_a13_an_end_that_was_not_sampled_is_part_of_the_suffix(chat):
+def test_an_end_that_was_not_sampled_is_part_of_the_suffix(chat):
     ended = chat.suffix_ids([result()], last_token_id=END)
     open_turn = chat.suffix_ids([result()], last_token_id=ids_of(chat.tokenizer, "x")[0])
     assert open_turn == [END, *ended]
 
 
-def test_a16_another_end_token_is_followed_by_the_templates_own(tokenizer):
+def test_another_end_token_is_followed_by_the_templates_own(tokenizer):
     end_of_text = tokenizer.pad_token_id
     chat = ChatFormat.from_tokenizer(tokenizer, eos_token_ids=[end_of_text])
     assert chat.end_token_ids == (END, end_of_text)
@@ -87,7 +87,7 @@ def test_prompt_and_turn_and_suffix_are_the_render_of_the_conversation(template,
     assert whole[-len(suffix) - 1] == END
 
 
-def test_a11_no_system_text_in_the_suffix():
+def test_no_system_text_in_the_suffix():
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(trl_template("qwen2_5")))
     assert "You are Qwen" in text_of(chat, chat.prompt_ids(user()))
     assert text_of(chat, chat.suffix_ids([result("42")], last_token_id=END)) == (
@@ -96,21 +96,21 @@ def test_a11_no_system_text_in_the_suffix():
     )
 
 
-def test_a11_no_date_in_the_suffix():
+def test_no_date_in_the_suffix():
     dated = "<|im_start|>system\n{{ strftime_now('Today is %Y') }}<|im_end|>\n" + CHATML
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(dated))
     assert "Today is" in text_of(chat, chat.prompt_ids(user()))
     assert "Today is" not in text_of(chat, chat.suffix_ids([result()], last_token_id=END))
 
 
-def test_a27_no_tools_and_an_empty_list_are_one():
+def test_no_tools_and_an_empty_list_are_one():
     template = "{% if tools is not none %}ENV{% endif %}" + CHATML
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(template))
     assert chat.prompt_ids(user(), []) == chat.prompt_ids(user())
     assert "ENV" not in text_of(chat, chat.prompt_ids(user(), []))
 
 
-def test_a28_one_beginning_of_sequence():
+def test_a_prompt_begins_with_one_beginning_of_sequence():
     tokenizer = chatml_tokenizer("<|endoftext|>" + CHATML)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -119,7 +119,7 @@ def test_a28_one_beginning_of_sequence():
     assert ChatFormat.from_tokenizer(tokenizer).prompt_ids(user()).count(0) == 1
 
 
-def test_g6_two_results_keep_their_own_names():
+def test_two_results_keep_their_own_names():
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(NAMED_RESULTS))
     ids = chat.suffix_ids([result("1", "first"), result("2", "second")], last_token_id=END)
     assert text_of(chat, ids) == (
@@ -151,7 +151,7 @@ def test_the_conversation_is_not_written_to(chat):
 # ---- turns ----
 
 
-def test_c15_text_is_read_from_the_ids_with_every_space():
+def test_text_is_read_from_the_ids_with_every_space():
     tokenizer = chatml_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
     chat = ChatFormat.from_tokenizer(tokenizer)
@@ -164,7 +164,7 @@ def test_only_the_last_end_token_is_taken_off(chat):
     assert chat.decode_turn(ids) == "a<|im_end|>b"
 
 
-def test_c17_an_empty_turn(chat):
+def test_an_empty_turn_is_an_empty_message(chat):
     assert chat.parse([]).message == {"role": "assistant", "content": ""}
 
 
@@ -178,7 +178,7 @@ def test_thinking_switch_is_found_and_set(chat):
     assert text_of(off, off.prompt_ids(user())).endswith("assistant\n<think></think>")
 
 
-def test_g3_thinking_switch_is_kept_in_later_renders(chat):
+def test_thinking_switch_is_kept_in_later_renders(chat):
     off = chat.with_thinking(False)
     ids = off.suffix_ids([result()], last_token_id=END)
     assert text_of(off, ids).endswith("<|im_start|>assistant\n<think></think>")
@@ -214,7 +214,7 @@ def test_template_with_a_syntax_error(needs_tools):
         ChatFormat.from_tokenizer(chatml_tokenizer("{% if %}"), needs_tools=needs_tools)
 
 
-def test_a30_template_that_drops_calls():
+def test_a_template_that_drops_calls_is_refused():
     with pytest.raises(ChatTemplateError, match="does not support tools"):
         ChatFormat.from_tokenizer(chatml_tokenizer(PLAIN))
 
@@ -224,7 +224,7 @@ def test_a_template_without_tools_is_fine_where_none_are_needed():
     assert text_of(chat, chat.prompt_ids(user("hi"))).startswith("<|im_start|>user\nhi")
 
 
-def test_a05_template_that_changes_the_last_turn():
+def test_a_template_that_changes_the_last_turn_is_refused():
     last = "{% if loop.last and message.role == 'assistant' %}LAST{% endif %}<|im_end|>"
     template = CHATML.replace(
         "</tool_call>{% endfor %}<|im_end|>", "</tool_call>{% endfor %}" + last
@@ -234,7 +234,7 @@ def test_a05_template_that_changes_the_last_turn():
         ChatFormat.from_tokenizer(chatml_tokenizer(template))
 
 
-def test_a05_a_known_template_is_replaced_by_its_training_variant():
+def test_a_known_template_is_replaced_by_its_training_variant():
     chat = ChatFormat.from_tokenizer(chatml_tokenizer(trl_template("qwen3")))
     assert chat.chat_template == trl_template("qwen3_training")
 
@@ -257,14 +257,14 @@ def test_no_end_token():
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "汉" * 3000])
-def test_b19_text_is_cut_in_tokens_and_marked(chat, text):
+def test_text_is_cut_in_tokens_and_marked(chat, text):
     cut = chat.truncate(text, 64)
     num_cut = len(text) - (64 - len("\n[... 5000 tokens cut]"))
     assert cut == text[: len(text) - num_cut] + f"\n[... {num_cut} tokens cut]"
     assert len(ids_of(chat.tokenizer, cut)) == 64
 
 
-def test_g4_json_that_was_cut_is_marked_as_cut(chat):
+def test_json_that_was_cut_is_marked_as_cut(chat):
     text = '{"rows": [' + "1, " * 99 + "1]}"
     cut = chat.truncate(text, 40)
     kept, _, mark = cut.rpartition("\n")
@@ -276,7 +276,7 @@ def test_text_that_fits_is_left_alone(chat):
     assert chat.truncate("9" * 64, 64) == "9" * 64
 
 
-def test_a29_no_half_character_is_left_behind():
+def test_no_half_character_is_left_behind():
     chat = ChatFormat.from_tokenizer(byte_tokenizer())
     for max_tokens in range(30, 36):
         text, _, _ = chat.truncate("汉" * 100, max_tokens).partition("\n")
@@ -308,7 +308,7 @@ def test_a_response_template_that_knows_no_thinking_is_not_preferred():
     assert [len(chat.parse([*ids, END]).calls) for ids in (plain, thought)] == [1, 0]
 
 
-def test_a11_the_day_changes_between_two_turns(chat):
+def test_the_day_changes_between_two_turns(chat):
     """What is kept of an earlier render has another date in it."""
     dated = dataclasses.replace(
         chat.template, text="{{ day }}" + chat.template.text, kwargs={"day": "Monday"}
@@ -326,7 +326,7 @@ def test_blocks_of_text_are_one_text(chat):
     assert chat.prompt_ids([{"role": "user", "content": blocks}]) == chat.prompt_ids(user("hi"))
 
 
-def test_f14_images_are_refused_with_the_reason(chat):
+def test_images_are_refused_with_the_reason(chat):
     blocks = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "hi"}]
     with pytest.raises(ChatTemplateError, match=r"text only.*'user'.*\['image', 'text'\]"):
         chat.prompt_ids([{"role": "user", "content": blocks}])

@@ -42,7 +42,7 @@ def test_every_limit_has_a_setting(tmp_path):
     )
 
 
-def test_b21_zero_turns_are_not_unset(tmp_path):
+def test_zero_turns_are_not_taken_for_unset(tmp_path):
     limits = config(tmp_path, max_turns=0, max_tool_calling_iterations=0).limits()
     assert (limits.max_turns, limits.max_tool_rounds) == (0, 0)
 

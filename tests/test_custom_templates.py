@@ -125,7 +125,7 @@ LAST = "{% if loop.last and m.role == 'assistant' %}!{% endif %}<end>"
     ],
     ids=["last turn", "syntax", "content only", "unknown form of calls"],
 )
-def test_a05_a30_refused_with_a_reason(template, reason):
+def test_a_template_that_cannot_work_is_refused_with_a_reason(template, reason):
     with pytest.raises(ChatTemplateError, match=reason):
         chat_of(template)
 

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from fakes import CHATML, END, add, chatml_tokenizer, shout, trl_template
 from hermes import RESPONSE_TEMPLATE
+from paths import ROOT
 from transformers import Qwen3ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, collate
@@ -28,7 +28,6 @@ from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
 from agent_vllm.types import ParsedTurn
 
-ROOT = Path(__file__).parent.parent
 TEMPLATE_NAMES = [check.name for check in template_checks.TEMPLATE_CHECKS]
 MODEL_NAMES = [check.name for check in engine_checks.MODEL_CHECKS]
 ENGINE_NAMES = [check.name for check in engine_checks.ENGINE_CHECKS]
@@ -326,7 +325,6 @@ def test_control_text_that_becomes_control_tokens(chat):
 
 TOOL_FILE = '''
 from math import floor
-from pathlib import Path
 
 def search(query: str, limit: int) -> str:
     """

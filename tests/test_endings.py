@@ -130,7 +130,7 @@ def test_a_further_end_id_ends_the_turn(solver):
     assert (t.turn_outputs[1], t.messages[-1]["content"]) == ("", "")
 
 
-def test_a13_a_stop_string_ends_a_call_and_the_templates_end_is_written(solver):
+def test_a_stop_string_ends_a_call_and_the_templates_end_is_written(solver):
     t = solver.tell(stop_strings=["</tool_call>"])
     turn = solver.whole.segments[0].token_ids
     assert t.segments[0].token_ids == turn[:-1]
@@ -264,19 +264,19 @@ def test_every_reason_is_in_the_list():
     assert {values[0] for values in marks} == set(StopReason) - failures
 
 
-def test_c17_an_empty_completion(tell):
+def test_an_empty_completion_is_a_cut_turn(tell):
     t = tell([])
     assert (t.stop_reason, t.completion_ids) == (StopReason.TURN_LENGTH, [])
     assert t.completion_messages == [{"role": "assistant", "content": ""}]
 
 
-def test_c17_an_end_token_alone_is_an_empty_answer(tell):
+def test_an_end_token_alone_is_an_empty_answer(tell):
     t = tell([END])
     assert (t.stop_reason, t.completion_ids) == (StopReason.ANSWERED, [END])
     assert t.completion_messages == [{"role": "assistant", "content": ""}]
 
 
-def test_a29_a_turn_cut_inside_a_character():
+def test_a_turn_cut_inside_a_character_keeps_its_ids():
     tokenizer = byte_tokenizer()
     chat = ChatFormat.from_tokenizer(tokenizer)
     engine = ScriptedRolloutEngine(tokenizer, [call("shout", text="汉" * 9)])
@@ -301,7 +301,7 @@ def test_a_call_cut_before_its_end_is_shown_and_not_run(tell):
 
 @pytest.mark.parametrize("is_escaped", [True, False])
 @pytest.mark.parametrize("max_tokens", range(24, 40))
-def test_b19_a_cut_never_splits_a_special_token(tokenizer, is_escaped, max_tokens):
+def test_a_cut_never_splits_a_special_token(tokenizer, is_escaped, max_tokens):
     """Spelled in a result it is text, cut anywhere; as a token it is there whole or not at all."""
     chat = ChatFormat.from_tokenizer(tokenizer, escape_tool_results=is_escaped)
     unit = "ab<|im_end|>"

@@ -133,7 +133,7 @@ def generate_all(engine, requests):
     return asyncio.run(gather())
 
 
-def test_c13_a_seed_decides_the_tokens_whatever_runs_beside(loaded):
+def test_a_seed_decides_the_tokens_whatever_runs_beside(loaded):
     engine, _ = loaded
     request = {"prompt_ids": [20, 30, 40], "max_new_tokens": 16, "seed": 7}
     others = [{"prompt_ids": [50 + i] * (i + 1), "max_new_tokens": 8} for i in range(9)]
@@ -168,14 +168,14 @@ def test_requests_that_no_engine_can_serve_are_refused_alone(loaded, change, mes
     assert len(served.token_ids) <= 3
 
 
-def test_e02_a_prompt_that_leaves_one_token_gets_one(loaded):
+def test_a_prompt_that_leaves_one_token_gets_one(loaded):
     engine, _ = loaded
     prompt = [20] * (engine.max_model_len - 1)
     (completion,) = generate_all(engine, [{"prompt_ids": prompt, "max_new_tokens": 50}])
     assert len(completion.token_ids) == 1
 
 
-def test_e03_a_prompt_that_fills_the_context_is_read_from_its_first_token(loaded):
+def test_a_prompt_that_fills_the_context_is_read_from_its_first_token(loaded):
     engine, model = loaded
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(10, 300, (engine.max_model_len - 2,), generator=generator).tolist()
@@ -187,7 +187,7 @@ def test_e03_a_prompt_that_fills_the_context_is_read_from_its_first_token(loaded
     assert (learner - without_first).abs().max() > 1e-4
 
 
-def test_c03_c04_logprobs_are_of_the_distribution_sampled_from(loaded):
+def test_logprobs_are_of_the_distribution_sampled_from(loaded):
     engine, model = loaded
     base = {"prompt_ids": [20, 30, 40], "max_new_tokens": 8, "seed": 3, "temperature": 0.5}
     plain, cut = generate_all(engine, [base, {**base, "top_k": 2}])
@@ -209,7 +209,7 @@ def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(loaded):
     assert completion.token_ids[0] == logits[0, -1].argmax().item()
 
 
-def test_c11_the_learner_keeps_its_mode(loaded):
+def test_the_learner_keeps_its_mode(loaded):
     engine, model = loaded
     model.train()
     model.model.layers[0].eval()
@@ -220,7 +220,7 @@ def test_c11_the_learner_keeps_its_mode(loaded):
 # ---- weights ----
 
 
-def test_d11_an_update_moves_the_engine_to_the_learner(loaded):
+def test_an_update_moves_the_engine_to_the_learner(loaded):
     engine, model = loaded
     before, version = greedy(engine), engine.policy_version
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_d11_an_update_moves_the_engine_to_the_learner(loaded):
     torch.testing.assert_close(torch.tensor(completion.logprobs), learner, atol=1e-5, rtol=0)
 
 
-def test_d12_an_update_only_reads_the_learner(loaded):
+def test_an_update_only_reads_the_learner(loaded):
     engine, model = loaded
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -264,7 +264,7 @@ def other_model(**changes):
     return Qwen3ForCausalLM(config).float()
 
 
-def test_d15_weights_that_do_not_fit_are_named(loaded):
+def test_weights_that_do_not_fit_are_named(loaded):
     engine, _ = loaded
     version = engine.policy_version
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
@@ -288,7 +288,7 @@ def test_an_update_waits_for_an_idle_engine(loaded):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_d11_an_untied_head_is_updated_too(name, agent):
+def test_an_untied_head_is_updated_too(name, agent):
     _, tokenizer = agent
     model = other_model(tie_word_embeddings=False, vocab_size=len(tokenizer))
     with create_rollout_engine(name, model, tokenizer) as engine:
@@ -312,7 +312,7 @@ def test_an_engine_from_a_path_is_the_one_from_the_model(name, agent_path, agent
 # ---- faults ----
 
 
-def test_e07_a_failing_step_fails_who_was_in_it_and_the_engine_goes_on(loaded, monkeypatch):
+def test_a_failing_step_fails_who_was_in_it_and_the_engine_goes_on(loaded, monkeypatch):
     engine, _ = loaded
     target = engine._stepper if isinstance(engine, VLLMRolloutEngine) else engine._batch
     with monkeypatch.context() as patch:
@@ -424,7 +424,7 @@ def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
 
 
 @pytest.mark.vllm
-def test_d02_a_refused_cache_reset_is_an_error(agent, vllm_engine, monkeypatch):
+def test_a_refused_cache_reset_is_an_error(agent, vllm_engine, monkeypatch):
     model, _ = agent
     monkeypatch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(WeightSyncError, match="prefix cache"):
@@ -471,7 +471,7 @@ def vllm_output(**changes):
         ({"prompt": [1, 2]}, "changed the prompt"),
     ],
 )
-def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
+def test_what_vllm_left_unfinished_is_an_engine_error(changes, message):
     request = GenerationRequest(
         prompt_ids=[1], max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
     )
@@ -481,7 +481,7 @@ def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
 
 
 @pytest.mark.vllm
-def test_c19_preempted_requests_come_back_whole(agent, monkeypatch):
+def test_preempted_requests_come_back_whole(agent, monkeypatch):
     """A cache of 12 blocks, two sequences long: of eight, some are thrown out and begin anew."""
     model, tokenizer = agent
     with VLLMRolloutEngine(

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import EXAMPLES
 from transformers import AutoModelForCausalLM
 
 from agent_vllm.record import read_rollouts
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_tool_agent.py"
+SCRIPT = EXAMPLES / "train_tool_agent.py"
 
 
 def command(agent_path, output_dir, **options):

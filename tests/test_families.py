@@ -4,7 +4,6 @@ The templates that pass and those that are refused are listed in `docs/chat_temp
 """
 
 import re
-from pathlib import Path
 
 import families
 import pytest
@@ -26,6 +25,7 @@ from families import (
     tool_messages,
     tool_results,
 )
+from paths import DOCS
 from trl.chat_template_utils import add_response_schema, parse_response
 
 from agent_vllm.chat import ChatFormat
@@ -51,7 +51,7 @@ def switched(chat):
 
 
 def test_the_page_lists_every_template(capsys):
-    page = (Path(__file__).parent.parent / "docs" / "chat_templates.md").read_text("utf-8")
+    page = (DOCS / "chat_templates.md").read_text("utf-8")
     with capsys.disabled():
         print("\n" + "\n".join(line for line in page.splitlines() if line.startswith("|")))
     assert families.page() == page

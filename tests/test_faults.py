@@ -5,11 +5,12 @@ import json
 
 import pytest
 from fakes import ADD, add, user
+from stress.faults import ODD_VALUES, Fault, FaultyEngine, faulty
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch
-from agent_vllm.testing import ODD_VALUES, Fault, FaultyEngine, ScriptedRolloutEngine, faulty
+from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.types import StopReason
 
@@ -45,7 +46,7 @@ def test_without_faults_it_is_the_engine(chat):
 
 
 @pytest.mark.parametrize(("fault", "error"), LOST.items())
-def test_c08_c10_c19_a_fault_is_met_with_one_retry(chat, fault, error):
+def test_a_fault_is_met_with_one_retry(chat, fault, error):
     """The second of two turns is spoiled: once, then twice."""
     assert ended(chat, [None, fault])[0] == [(StopReason.ANSWERED, None)]
     ((reason, told),), engine = ended(chat, [None, fault, fault])

@@ -24,21 +24,21 @@ def test_completions_are_the_messages_after_the_prompt():
     assert to_trl([t], PAD).completions == [messages[1:]]
 
 
-def test_c17_a_row_without_tokens_gets_one_untrained_pad():
+def test_a_row_without_tokens_gets_one_untrained_pad():
     fields = to_trl([trajectory([1], stop_reason=StopReason.CONTEXT_FULL)], PAD)
     assert fields.completion_ids == [[PAD]]
     assert fields.tool_mask == [[0]]
     assert fields.logprobs == [[0.0]]
 
 
-def test_a17_truncated_rows_are_left_out_whole_and_others_untouched():
+def test_truncated_rows_are_left_out_whole_and_others_untouched():
     kept = trajectory([1], sampled(3, 9))
     cut = trajectory([1], sampled(3), observed(4), sampled(5), stop_reason=StopReason.TURN_LENGTH)
     assert to_trl([kept, cut], PAD, mask_truncated=True).tool_mask == [[1, 1], [0, 0, 0]]
     assert to_trl([kept, cut], PAD).tool_mask == [[1, 1], [1, 0, 1]]
 
 
-def test_a24_all_lists_of_a_row_keep_one_length():
+def test_all_lists_of_a_row_keep_one_length():
     for reason in StopReason:
         t = trajectory([1], sampled(3, 9), observed(4), stop_reason=reason)
         fields = to_trl([t], PAD, mask_truncated=True)

@@ -4,11 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 PROBE = """
 import json, sys

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import untrusted
+from paths import ROOT
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import ToolDefinitionError
 from agent_vllm.tools import as_tool, isolated
 from agent_vllm.tools.results import MAX_RESULT_CHARS
-
-ROOT = Path(__file__).parent.parent
 
 
 def call(function, timeout_s=20.0, limits=None, **arguments):
@@ -76,7 +75,7 @@ def test_what_a_call_does_to_its_process(function, result):
     assert call(function) == result
 
 
-def test_b18_a_sleeping_call_is_killed_when_its_time_is_up():
+def test_a_sleeping_call_is_killed_when_its_time_is_up():
     assert call(untrusted.sleep, timeout_s=0.5) == failed("Timed out after 0.5 s.")
 
 

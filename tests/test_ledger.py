@@ -20,7 +20,7 @@ def test_what_is_left_out_for_its_ending(reason):
     assert exclusion(t, mask_truncated=True) == (failed or truncated)
 
 
-def test_f06_what_no_reward_function_scored_is_left_out():
+def test_what_no_reward_function_scored_is_left_out():
     t = trajectory([1], sampled(3, 9))
     assert exclusion(t, mask_truncated=False, rewards=[math.nan] * 2) is Exclusion.UNSCORABLE
     assert exclusion(t, mask_truncated=False, rewards=[math.nan, 0.0]) is None

@@ -29,7 +29,7 @@ def test_gather_is_log_softmax_at_the_token(temperature):
     assert gap < 1e-6, gap
 
 
-def test_c03_temperature_divides_logits_not_logprobs():
+def test_temperature_divides_logits_not_logprobs():
     logits = torch.tensor([2.0, 1.0, 0.0])
     got = [gather_logprobs(logits, torch.tensor(i), 0.5).item() for i in range(3)]
     total = math.log(math.exp(4) + math.exp(2) + 1)
@@ -49,7 +49,7 @@ def test_a_cut_off_token_has_probability_zero():
     assert got == pytest.approx([-math.log(2), -math.inf])
 
 
-def test_a23_position_t_scores_token_t_plus_1():
+def test_position_t_scores_token_t_plus_1():
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 2] = logits[0, 1, 3] = 50.0  # sure of 2 after the first token, 3 after the second
     right = predicted_logprobs(logits, torch.tensor([[1, 2, 3]]))
@@ -58,7 +58,7 @@ def test_a23_position_t_scores_token_t_plus_1():
     assert wrong.tolist() == [[-50.0, -50.0]]
 
 
-def test_a21_masked_values_stay_out_of_the_mean():
+def test_masked_values_stay_out_of_the_mean():
     values = torch.tensor([[1.0, math.nan, 3.0]])
     assert masked_mean(values, torch.tensor([[1, 0, 1]])).item() == 2.0
     assert masked_mean(values, torch.tensor([[0, 0, 0]])).item() == 0.0

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from fakes import add
+from paths import ROOT, TESTS
 from tool_calls import ask, failed, run
 
 from agent_vllm.errors import ToolDefinitionError, ToolServerError
@@ -19,7 +19,7 @@ from agent_vllm.tools import McpTools, ToolRunner, tools_by_name
 
 pytest.importorskip("mcp")
 
-SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+SERVER = [sys.executable, str(TESTS / "mcp_server.py")]
 
 
 def free_port():
@@ -163,10 +163,9 @@ print(len(tools))
 
 
 def test_a_program_that_forgets_to_close_ends_all_the_same():
-    root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN, SERVER[1]],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -82,7 +82,7 @@ def distance(model, trajectories, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_a23_engine_and_learner_agree_at_start_and_after_every_step(
+def test_engine_and_learner_agree_at_start_and_after_every_step(
     engine, agent, temperature, capsys, request
 ):
     model, tokenizer = agent

@@ -40,11 +40,11 @@ def test_a_call_as_a_message():
     }
 
 
-def test_f11_content_of_a_turn_with_calls_only_is_empty_text():
+def test_content_of_a_turn_with_calls_only_is_empty_text():
     assert parse_hermes(call("add", a=1)).message["content"] == ""
 
 
-def test_b01_incomplete_objects():
+def test_a_call_needs_a_name_and_may_lack_arguments():
     assert read(wrapped('{"arguments": {"a": 3}}')) == [
         ("unknown", None, 'The call has no "name".')
     ]
@@ -53,11 +53,11 @@ def test_b01_incomplete_objects():
 
 
 @pytest.mark.parametrize("body", ["[]", "3", "null", '"add"', '{"name": 3}', '{"name": ""}'])
-def test_b01_other_values_are_calls_without_a_name(body):
+def test_other_values_are_calls_without_a_name(body):
     assert errors(wrapped(body)) == ['The call has no "name".']
 
 
-def test_b02_parallel_calls_in_order():
+def test_parallel_calls_are_read_in_order():
     text = call("calc", a=1) + "\n" + call("calc", a=2)
     assert read(text) == [("calc", {"a": 1}, None), ("calc", {"a": 2}, None)]
 
@@ -71,25 +71,25 @@ def test_b02_parallel_calls_in_order():
         "",
     ],
 )
-def test_b04_malformed_json_is_an_error_and_stays_in_content(body):
+def test_malformed_json_is_an_error_and_stays_in_content(body):
     turn = parse_hermes(wrapped(body))
     assert [c.error.startswith("The call is not valid JSON: ") for c in turn.calls] == [True]
     assert turn.message == {"role": "assistant", "content": wrapped(body)}
 
 
-def test_b04_a_good_call_beside_a_bad_one_is_kept():
+def test_a_good_call_beside_a_bad_one_is_kept():
     turn = parse_hermes(wrapped("nope") + call("calc", a=1))
     assert [c.error is None for c in turn.calls] == [False, True]
     assert len(turn.message["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("arguments", ['"{a: 1}"', "[1]", "3", "true"])
-def test_b06_unreadable_arguments_are_not_taken_for_none(arguments):
+def test_unreadable_arguments_are_not_taken_for_none(arguments):
     body = f'{{"name": "calc", "arguments": {arguments}}}'
     assert read(wrapped(body)) == [("calc", None, '"arguments" is not a JSON object.')]
 
 
-def test_g10_a_type_of_call_other_than_function_is_no_matter():
+def test_a_type_of_call_other_than_function_is_no_matter():
     body = '{"type": "retrieval", "id": "7", "name": "calc", "arguments": {"a": 1}}'
     assert read(wrapped(body)) == [("calc", {"a": 1}, None)]
 
@@ -99,20 +99,20 @@ def test_arguments_as_a_json_string():
     assert read(wrapped(body)) == [("calc", {"a": 1}, None)]
 
 
-def test_b07_repeated_objects_are_an_error():
+def test_repeated_objects_are_an_error():
     body = '{"name": "calc", "arguments": {}}'
     assert errors(wrapped(body + body)) == [
         "There is text between the call's JSON and its closing tag."
     ]
 
 
-def test_b08_nested_braces_and_literal_tags_stay_whole():
+def test_nested_braces_and_literal_tags_stay_whole():
     arguments = {"q": {"f": {"g": "}"}}, "s": "</tool_call> <think>"}
     assert read(call("calc", **arguments)) == [("calc", arguments, None)]
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_b10_tags_may_be_special_tokens(special):
+def test_tags_may_be_special_tokens(special):
     tokenizer = chatml_tokenizer()
     if special:
         tags = ["<tool_call>", "</tool_call>"]
@@ -122,7 +122,7 @@ def test_b10_tags_may_be_special_tokens(special):
     assert [(c.name, c.arguments) for c in turn.calls] == [("calc", {"a": 1})]
 
 
-def test_a07_a_prefilled_thinking_block_is_reasoning():
+def test_a_prefilled_thinking_block_is_reasoning():
     turn = parse_hermes("why</think>answer", starts_in_thinking=True)
     assert turn.message == {
         "role": "assistant",
@@ -131,7 +131,7 @@ def test_a07_a_prefilled_thinking_block_is_reasoning():
     }
 
 
-def test_a07_a_thinking_block_that_never_ends_holds_no_call():
+def test_a_thinking_block_that_never_ends_holds_no_call():
     turn = parse_hermes("why " + call("calc", a=1), starts_in_thinking=True)
     assert turn.calls == []
     assert turn.message == {
@@ -141,7 +141,7 @@ def test_a07_a_thinking_block_that_never_ends_holds_no_call():
     }
 
 
-def test_a07_the_prompt_says_whether_thinking_has_begun(tokenizer):
+def test_the_prompt_says_whether_thinking_has_begun(tokenizer):
     chat = ChatFormat.from_tokenizer(tokenizer)
     turn_ids = ids_of(tokenizer, "why</think>answer")
     begun = chat.parse(turn_ids, ids_of(tokenizer, "<|im_start|>assistant\n<think>\n"))
@@ -155,7 +155,7 @@ def test_calls_count_after_the_thinking_block_only():
     assert read(text) == [("calc", {"a": 2}, None)]
 
 
-def test_a29_a_turn_cut_inside_a_character_is_an_incomplete_call():
+def test_a_turn_cut_inside_a_character_is_an_incomplete_call():
     tokenizer = byte_tokenizer()
     chat = ChatFormat.from_tokenizer(tokenizer)
     whole = ids_of(tokenizer, '<tool_call>{"name": "f", "arguments": {"s": "')

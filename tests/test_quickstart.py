@@ -3,9 +3,10 @@
 import asyncio
 import json
 import sys
-from pathlib import Path
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+from paths import EXAMPLES
+
+NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 
 def test_every_cell_runs(agent_path, capsys, monkeypatch):

@@ -15,10 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, TESTS
 
 from agent_vllm.record import read_rollouts
 
-ROOT = Path(__file__).parents[1]
 GAP = 5e-5
 pytestmark = pytest.mark.vllm
 
@@ -28,12 +28,11 @@ def launch(folder, *stories):
     command = [
         Path(sys.executable).with_name("accelerate"), "launch", "--multi_gpu", "--num_processes=2",
         "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
-        ROOT / "tests" / "rank_stories.py", folder, *stories,
+        TESTS / "rank_stories.py", folder, *stories,
     ]  # fmt: skip
-    paths = [str(ROOT / name) for name in ("", "examples", "tests")]
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True, env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     try:
         output, _ = run.communicate(timeout=400)
@@ -123,7 +122,7 @@ def test_the_learner_agrees_with_each_rows_logprobs(first):
                 assert max(abs(learner - engine) for learner, engine in pairs) <= GAP
 
 
-def test_f03_ranks_differ_in_turns_and_meet_nobody_in_a_rollout(first):
+def test_ranks_differ_in_turns_and_meet_nobody_in_a_rollout(first):
     """Rank 0's first tool call waits until rank 1 has ended its rollout without any call."""
     folder = first[0] / "scripted"
     slow, fast = records(folder)
@@ -170,7 +169,7 @@ def test_rows_that_fail_on_one_rank_are_left_out_there_alone(first):
 # ---- figures ----
 
 
-def test_f19_metrics_weigh_tokens_not_ranks(story):
+def test_metrics_weigh_tokens_not_ranks(story):
     trained = [(step, b) for (mode, step, _), b in batches(story).items() if mode == "train"]
     assert trained
     for step, batch in trained:
@@ -221,7 +220,7 @@ def test_evaluation_fills_up_uneven_rows_and_keeps_groups(first):
 # ---- engines and runs ----
 
 
-def test_f02_f16_each_rank_opens_and_closes_its_own_engines(first):
+def test_each_rank_opens_and_closes_its_own_engines(first):
     """One rank alone opens two at once, closes them and opens another; the other needn't wait."""
     for rank in facts(first[0] / "alone"):
         assert rank == {"num_rows": [[], [2, 2, 2]], "is_default_kept": True}
@@ -235,7 +234,7 @@ def test_an_engine_that_dies_on_one_rank_ends_the_run_on_both(first):
     assert re.search(r"EngineDeadError: .*it lives, but not those of all other", output)
 
 
-def test_f13_two_ranks_resume_in_new_processes_token_by_token(first, second):
+def test_two_ranks_resume_in_new_processes_token_by_token(first, second):
     resumed = second / "resumed"
     whole = [[r for r in rank if r["step"] >= 2] for rank in records(first[0] / "vllm_engine")]
     again = records(resumed)
@@ -245,7 +244,7 @@ def test_f13_two_ranks_resume_in_new_processes_token_by_token(first, second):
         assert [[r[name] for r in rank] for rank in again] == [
             [r[name] for r in rank] for rank in whole
         ], name
-    for step in (3, 4):  # D18: on the resumed weights, not the base model's
+    for step in (3, 4):  # on the resumed weights, not the base model's
         assert logged(resumed, step, "sampling/logprob_gap/max") <= GAP
         for name in ("loss", "entropy", "num_tokens", "reward"):
             expected = logged(first[0] / "vllm_engine", step, name)

@@ -1,11 +1,11 @@
 """What a training run records and logs: fields, logprobs of shuffled rows, names of metrics."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from fakes import observed, sampled, trajectory
+from paths import DOCS
 from test_replay import REWARDS, TOOLS, fresh, rows, settings
 from transformers import AutoTokenizer
 
@@ -200,7 +200,7 @@ def test_no_engine_figures_where_the_engine_has_none():
     assert told == {"engine/retries"}
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = DOCS / "metrics.md"
 
 
 def named_in_page(heading):

@@ -47,7 +47,7 @@ def test_a_call_and_an_answer(chat, scripted):
     assert broken_invariants(t, engine.requests) == []
 
 
-def test_a14_sampled_end_tokens_are_trained_and_written_ones_are_not(chat, scripted):
+def test_sampled_end_tokens_are_trained_and_written_ones_are_not(chat, scripted):
     t = rollout_single(scripted([ADD, "3"]), chat, user(), [add])
     ends = [bit for id, bit in zip(t.completion_ids, t.completion_mask, strict=True) if id == END]
     # columns:     turn tool answer
@@ -69,7 +69,7 @@ def test_mask_over_the_whole_story(chat, scripted):
         "a" * 30 + ADD,
     ],
 )
-def test_a01_a08_a09_sampled_ids_are_kept_as_they_are(chat, scripted, turn):
+def test_sampled_ids_are_kept_as_they_are(chat, scripted, turn):
     engine = scripted([turn, "ok"])
     t = rollout_single(engine, chat, user(), [add])
     turn_ids = engine.encode_turn(turn)
@@ -79,7 +79,7 @@ def test_a01_a08_a09_sampled_ids_are_kept_as_they_are(chat, scripted, turn):
     assert "tool_calls" in t.messages[1]
 
 
-def test_a26_ids_keep_every_control_token_that_reading_takes_out(chat, scripted):
+def test_ids_keep_every_control_token_that_reading_takes_out(chat, scripted):
     turn = f"<think>hm</think>{ADD}"
     engine = scripted([turn, "ok"])
     t = rollout_single(engine, chat, user(), [add])
@@ -88,7 +88,7 @@ def test_a26_ids_keep_every_control_token_that_reading_takes_out(chat, scripted)
     assert t.turn_outputs[0] == turn
 
 
-def test_a16_any_end_token_ends_a_turn(tokenizer, scripted):
+def test_any_end_token_ends_a_turn(tokenizer, scripted):
     end_of_text = tokenizer.pad_token_id
     chat = ChatFormat.from_tokenizer(tokenizer, eos_token_ids=[end_of_text])
     turns = [[*ids_of(tokenizer, ADD), end_of_text], [*ids_of(tokenizer, "3"), end_of_text]]
@@ -99,14 +99,14 @@ def test_a16_any_end_token_ends_a_turn(tokenizer, scripted):
     assert (observation[0], t.completion_mask[NUM_ADD]) == (END, 0)  # the template's own end
 
 
-def test_b02_two_calls_are_answered_in_order(chat, scripted):
+def test_two_calls_are_answered_in_order(chat, scripted):
     both = ADD + call("shout", text="hey")
     t = rollout_single(scripted([both, "ok"]), chat, user(), [add, shout])
     assert [m["content"] for m in t.messages if m["role"] == "tool"] == ["3", "HEY"]
     assert "tool\n3<|im_end|>\n<|im_start|>tool\nHEY<|im_end|>" in tail(chat, t)
 
 
-def test_b04_a_malformed_call_is_answered_and_the_loop_goes_on(chat, scripted):
+def test_a_malformed_call_is_answered_and_the_loop_goes_on(chat, scripted):
     t = rollout_single(scripted(["<tool_call>{oops</tool_call>", ADD, "3"]), chat, user(), [add])
     assert [r.status for r in t.tool_results] == ["invalid", "ok"]
     assert (t.stop_reason, t.num_turns) == (StopReason.ANSWERED, 3)
@@ -124,7 +124,7 @@ def test_a_call_of_a_name_that_no_tokenizer_takes(chat, scripted):
 
 
 @pytest.mark.parametrize("max_turns", [0, 1, 3])
-def test_b21_max_turns(chat, scripted, max_turns):
+def test_max_turns_ends_the_trajectory_after_the_results(chat, scripted, max_turns):
     engine = scripted([ADD])
     t = rollout_single(engine, chat, user(), [add], limits=Limits(max_turns=max_turns))
     assert t.stop_reason == StopReason.MAX_TURNS
@@ -135,7 +135,7 @@ def test_b21_max_turns(chat, scripted, max_turns):
 
 
 @pytest.mark.parametrize("max_rounds", [0, 1, 3])
-def test_b21_max_tool_rounds(chat, scripted, max_rounds):
+def test_calls_after_the_last_tool_round_are_not_answered(chat, scripted, max_rounds):
     t = rollout_single(
         scripted([ADD]), chat, user(), [add], limits=Limits(max_tool_rounds=max_rounds)
     )
@@ -144,7 +144,7 @@ def test_b21_max_tool_rounds(chat, scripted, max_rounds):
     assert "tool_calls" in t.messages[-1]  # the last call stays, unanswered
 
 
-def test_b15_unknown_tools_end_after_max_invalid_calls(chat, scripted):
+def test_unknown_tools_end_after_max_invalid_calls(chat, scripted):
     t = rollout_single(
         scripted([call("nope")]), chat, user(), [add], limits=Limits(max_invalid_calls=2)
     )
@@ -152,13 +152,13 @@ def test_b15_unknown_tools_end_after_max_invalid_calls(chat, scripted):
     assert "Unknown tool" in t.messages[-1]["content"]
 
 
-def test_b15_a_valid_call_starts_the_count_again(chat, scripted):
+def test_a_valid_call_starts_the_count_again(chat, scripted):
     turns = [call("nope"), ADD, call("nope"), "ok"]
     t = rollout_single(scripted(turns), chat, user(), [add], limits=Limits(max_invalid_calls=2))
     assert t.stop_reason == StopReason.ANSWERED
 
 
-def test_b15_a_row_has_its_own_tools_only(chat, scripted):
+def test_a_row_has_its_own_tools_only(chat, scripted):
     script = by_prompt(
         chat, one=[call("shout", text="x"), "ok"], two=[call("shout", text="x"), "ok"]
     )
@@ -169,7 +169,7 @@ def test_b15_a_row_has_its_own_tools_only(chat, scripted):
     assert [r.content for r in second.tool_results] == ["X"]
 
 
-def test_b22_a_tool_that_ends_the_episode(chat, scripted):
+def test_a_tool_that_ends_the_episode(chat, scripted):
     final = Tool(schema=as_tool(shout).schema, function=shout, ends_episode=True)
     engine = scripted(by_prompt(chat, one=[call("shout", text="x")], two=[ADD, "3"]))
     first, second = rollout_batch(
@@ -181,13 +181,13 @@ def test_b22_a_tool_that_ends_the_episode(chat, scripted):
     assert (second.stop_reason, second.num_turns) == (StopReason.ANSWERED, 2)
 
 
-def test_b22_a_failed_final_call_does_not_end_it(chat, scripted):
+def test_a_failed_final_call_does_not_end_it(chat, scripted):
     final = Tool(schema=as_tool(shout).schema, function=shout, ends_episode=True)
     t = rollout_single(scripted([call("shout", volume=3), "ok"]), chat, user(), [final])
     assert (t.stop_reason, t.num_turns) == (StopReason.ANSWERED, 2)
 
 
-def test_e01_prompts_that_leave_no_room(chat, scripted):
+def test_prompts_that_leave_no_room_end_unasked(chat, scripted):
     short = len(chat.prompt_ids(user("")))
     engine = scripted(["ok"], max_model_len=64)
     prompts = [user("x" * (size - short)) for size in (short + 3, 64, 200)]
@@ -202,7 +202,7 @@ def test_e01_prompts_that_leave_no_room(chat, scripted):
     assert len(engine.requests) == 1
 
 
-def test_e06_a_prompt_is_never_cut(chat, scripted):
+def test_a_prompt_is_never_cut(chat, scripted):
     prompts = [user("x" * 200), user("y")]
     batch = collate(rollout_batch(scripted(["ok"], max_model_len=64), chat, prompts), PAD)
     lengths = [len(chat.prompt_ids(prompt)) for prompt in prompts]
@@ -217,14 +217,14 @@ def test_a_turn_cut_by_its_own_limit(chat, scripted):
     assert t.tool_results == []
 
 
-def test_g7_a_cut_turn_runs_nothing_even_if_its_call_is_whole(chat, scripted):
+def test_a_cut_turn_runs_nothing_even_if_its_call_is_whole(chat, scripted):
     engine = scripted([ADD + "and so on"])
     t = rollout_single(engine, chat, user(), [add], limits=Limits(max_new_tokens=NUM_ADD + 3))
     assert (t.stop_reason, t.tool_results) == (StopReason.TURN_LENGTH, [])
     assert t.messages[-1] == {"role": "assistant", "content": ADD + "and "}
 
 
-def test_e04_a_turn_gets_what_is_left_of_the_whole(chat, scripted):
+def test_a_turn_gets_what_is_left_of_the_whole(chat, scripted):
     engine = scripted([ADD, "x" * 32])
     limits = Limits(max_new_tokens=60, max_completion_tokens=90)
     t = rollout_single(engine, chat, user(), [add], limits=limits)
@@ -242,7 +242,7 @@ def _num_until_second_turn(chat, engine):
 @pytest.mark.parametrize(
     ("num_left", "num_turns"), [(-1, 1), (0, 1), (1, 2)], ids=["less", "nothing", "one"]
 )
-def test_e02_no_request_without_room(chat, scripted, num_left, num_turns):
+def test_no_request_without_room(chat, scripted, num_left, num_turns):
     needed = _num_until_second_turn(chat, scripted([ADD, "3"]))
     engine = scripted([ADD, "3"])
     limits = Limits(max_completion_tokens=needed + num_left)
@@ -254,7 +254,7 @@ def test_e02_no_request_without_room(chat, scripted, num_left, num_turns):
     assert broken_invariants(t, engine.requests) == []
 
 
-def test_e02_the_context_is_a_limit_too(chat, scripted):
+def test_the_context_is_a_limit_too(chat, scripted):
     num_prompt = len(chat.prompt_ids(user(), [as_tool(add)]))
     engine = scripted([ADD, "x" * 50], max_model_len=num_prompt + 100)
     t = rollout_single(engine, chat, user(), [add])
@@ -272,7 +272,7 @@ def fill(num: int) -> str:
     return "9" * num
 
 
-def test_b19_a_huge_result_is_cut_in_tokens_and_marked(chat, scripted):
+def test_a_huge_result_is_cut_in_tokens_and_marked(chat, scripted):
     engine = scripted([call("fill", num=3000), "ok"])
     limits = Limits(max_tool_result_tokens=64)
     t = rollout_single(engine, chat, user(), [fill], limits=limits)
@@ -283,7 +283,7 @@ def test_b19_a_huge_result_is_cut_in_tokens_and_marked(chat, scripted):
     assert t.stop_reason == StopReason.ANSWERED
 
 
-def test_b19_without_a_limit_a_huge_result_is_cut_to_what_fits(chat, scripted):
+def test_without_a_limit_a_huge_result_is_cut_to_what_fits(chat, scripted):
     engine = scripted([call("fill", num=200_000), "okay"], max_model_len=1024)
     t = rollout_single(engine, chat, user(), [fill])
     assert t.messages[2]["content"].endswith("tokens cut]")
@@ -292,7 +292,7 @@ def test_b19_without_a_limit_a_huge_result_is_cut_to_what_fits(chat, scripted):
     assert broken_invariants(t, engine.requests) == []
 
 
-def test_b19_parallel_results_share_what_is_left(chat, scripted):
+def test_parallel_results_share_what_is_left(chat, scripted):
     engine = scripted([call("fill", num=900) * 2, "ok"], max_model_len=1024)
     t = rollout_single(engine, chat, user(), [fill])
     contents = [m["content"] for m in t.messages if m["role"] == "tool"]

@@ -32,7 +32,7 @@ from agent_vllm.types import Limits, StopReason
 # ---- isolation ----
 
 
-def test_e07_an_engine_error_is_one_rows_own(chat, scripted):
+def test_an_engine_error_is_one_rows_own(chat, scripted):
     lost, gone = ([EngineError(text)] * 2 for text in ("lost", "gone"))
     script = by_prompt(chat, one=["a"], two=lost, three=[ADD, *gone])
     first, second, third = rollout_batch(
@@ -48,7 +48,7 @@ def test_e07_an_engine_error_is_one_rows_own(chat, scripted):
     assert sum(third.completion_mask) == NUM_ADD
 
 
-def test_a25_the_same_input_again_is_a_fresh_start(chat, scripted):
+def test_the_same_input_again_is_a_fresh_start(chat, scripted):
     """After a tool and the engine failed, nothing of the first try is left in the second."""
     tries = []
 
@@ -90,7 +90,7 @@ def test_an_error_of_the_engines_code_is_raised(chat, scripted):
         rollout_batch(scripted(script), chat, [user("one"), user("two")])
 
 
-def test_b16_keyboard_interrupt_in_a_tool_stops_the_run(chat, scripted):
+def test_keyboard_interrupt_in_a_tool_stops_the_run(chat, scripted):
     def interrupt() -> str:
         """Interrupt."""
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_b16_keyboard_interrupt_in_a_tool_stops_the_run(chat, scripted):
     assert len(engine.requests) == 1
 
 
-def test_b23_inputs_are_not_written_to(chat, scripted):
+def test_inputs_are_not_written_to(chat, scripted):
     messages = [
         *user("sum"),
         {
@@ -134,7 +134,7 @@ def test_results_are_prompt_major(chat, scripted):
     assert [t.turn_outputs[0] for t in trajectories] == list("abcdef")
 
 
-def test_c18_nobody_is_asked_after_the_end(chat, scripted):
+def test_nobody_is_asked_after_the_end(chat, scripted):
     turns = {"one": ["ok"], "two": [ADD, "ok"], "three": [ADD, ADD, "ok"]}
     engine = scripted(by_prompt(chat, **turns))
     trajectories = rollout_batch(engine, chat, [user(text) for text in turns], [[add]] * 3)
@@ -162,7 +162,7 @@ def test_a_tool_that_can_not_be_described(chat, scripted):
         rollout_single(scripted(["ok"]), chat, user(), [lambda a: a])
 
 
-def test_b18_a_hanging_tool_holds_its_own_row_only(chat, scripted):
+def test_a_hanging_tool_holds_its_own_row_only(chat, scripted):
     release = threading.Event()
 
     def wait(seconds: int) -> str:
@@ -202,7 +202,7 @@ def test_thinking_for_all_or_none(chat, scripted, ratio, expected):
     assert {t.thinking for t in trajectories} == expected
 
 
-def test_g3_thinking_for_half_is_drawn_from_the_seed_and_kept(chat, scripted):
+def test_thinking_for_half_is_drawn_from_the_seed_and_kept(chat, scripted):
     def draw(seed):
         engine = scripted(lambda r: engine.encode_turn(ADD if r.seed % 2 else "ok"))
         return rollout_batch(
@@ -234,7 +234,7 @@ def test_thinking_needs_a_switch(scripted):
         rollout_single(scripted(["ok"]), chat, user(), thinking_ratio=0.5)
 
 
-def test_c13_same_seed_same_trajectories_whatever_the_timing(chat, scripted):
+def test_same_seed_same_trajectories_whatever_the_timing(chat, scripted):
     async def jitter() -> str:
         """Wait a moment."""
         await asyncio.sleep(random.random() / 200)

@@ -71,20 +71,20 @@ def test_a_wrong_server_is_refused(agent_path, server, what):
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
-def test_c02_another_logprobs_mode_is_refused(agent_path, server, mode):
+def test_another_logprobs_mode_is_refused(agent_path, server, mode):
     server.config["model_config"]["logprobs_mode"] = mode
     with pytest.raises(VLLMServerError, match=f"--logprobs-mode {mode}"):
         build(agent_path, server)
 
 
 @pytest.mark.parametrize("given", [raw, processed_logits])
-def test_c02_the_logprobs_themselves_are_probed(agent_path, server, given):
+def test_the_logprobs_themselves_are_probed(agent_path, server, given):
     server.answers["/inference/v1/generate"] = lambda body: completion(body, given)
     with pytest.raises(VLLMServerError, match="not those of the distribution that is sampled"):
         build(agent_path, server)
 
 
-def test_c16_a_token_that_was_added_here_alone_is_refused(agent_path, server):
+def test_a_token_that_was_added_here_alone_is_refused(agent_path, server):
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
     tokenizer.add_tokens([AddedToken("<search>", special=True)])
     with pytest.raises(VLLMServerError, match="another tokenizer"):
@@ -154,7 +154,7 @@ def test_how_requests_are_treated_in_an_update_is_one_of_two(agent_path):
 # ---- the launcher ----
 
 
-def test_f16_a_port_in_use_is_refused_at_once():
+def test_a_port_in_use_is_refused_at_once():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

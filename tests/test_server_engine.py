@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from fake_vllm import eventually
+from paths import ROOT
 from test_parity import TOLERANCE, distance, sample
 from test_trainer import GAP, make_trainer  # noqa: F401 - a fixture
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
@@ -269,15 +270,14 @@ ENDINGS = {"done": 0, "raises": 1, "SIGINT": -signal.SIGINT, "SIGKILL": -signal.
 
 @pytest.mark.parametrize("name", ["vllm-server", "vllm"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_f15_however_a_trainer_ends_nothing_is_left(engine, servers, agent_path, name, ending):
+def test_however_a_trainer_ends_nothing_is_left(engine, servers, agent_path, name, ending):
     """No process, port or memory of its own, no request on a server."""
     urls = [server.url for server in servers] if name == "vllm-server" else []
     command = [sys.executable, "-c", TRAINER, name, str(agent_path), ending, *urls]
-    root = Path(__file__).parent.parent
     before = set(Path("/dev/shm").iterdir())
     with subprocess.Popen(
         command,
-        cwd=root,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

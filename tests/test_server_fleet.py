@@ -56,7 +56,7 @@ def request_ids(*servers):
 
 
 @pytest.mark.parametrize("failure", [Status(500, "out of luck"), DROP])
-def test_f17_c20_a_failed_request_is_sent_again_under_another_id(build, servers, failure):
+def test_a_failed_request_is_sent_again_under_another_id(build, servers, failure):
     server, _ = servers
     engine = build(server)
     server.answers[GENERATE] = in_turn(failure)
@@ -67,7 +67,7 @@ def test_f17_c20_a_failed_request_is_sent_again_under_another_id(build, servers,
     assert engine.stats().num_prompt_tokens - before == 2  # nothing is counted twice
 
 
-def test_f17_a_request_that_goes_on_failing_is_given_up_with_what_was_said(build, servers):
+def test_a_request_that_goes_on_failing_is_given_up_with_what_was_said(build, servers):
     server, _ = servers
     engine = build(server)
     server.answers[GENERATE] = Status(500, "out of luck")
@@ -75,7 +75,7 @@ def test_f17_a_request_that_goes_on_failing_is_given_up_with_what_was_said(build
         generate(engine)
 
 
-def test_f17_d21_a_server_that_stays_silent_is_waited_for_no_longer_than_said(build, servers):
+def test_a_server_that_stays_silent_is_waited_for_no_longer_than_said(build, servers):
     server, _ = servers
     engine = build(server, request_timeout_s=0.2)
     server.answers[GENERATE] = HANG
@@ -208,7 +208,7 @@ def test_a_dead_server_is_told_of_once_where_another_process_sends_the_weights(
     assert [f"{dead.url} is out" in message for message in caplog.messages] == [True]
 
 
-def test_d02_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_path):
+def test_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_path):
     server, _ = servers
     engine = build(server)
     server.answers["/reset_prefix_cache"] = {"success": False}

@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, TESTS
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 
 
@@ -17,9 +16,8 @@ TOLERANCE = 1e-5
 def found(tmp_path_factory):
     """What each of two processes found, by engine and learner."""
     directory = tmp_path_factory.mktemp("ranks")
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    script = str(ROOT / "tests" / "sharded_learner.py")
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    script = str(TESTS / "sharded_learner.py")
     engines = "torch vllm" if importlib.util.find_spec("vllm") else "torch"
     ranks = [
         subprocess.Popen(
@@ -39,7 +37,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("trained", ["whole", "lora"])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_d22_engines_follow_a_sharded_learner(found, engine, trained, capsys):
+def test_engines_follow_a_sharded_learner(found, engine, trained, capsys):
     ranks = [rank[f"{engine} {trained}"] for rank in found]
     for rank in ranks:
         assert rank["same_names"]

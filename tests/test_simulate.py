@@ -4,10 +4,10 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 from fakes import observed, sampled, trajectory
+from paths import DOCS
 
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError, ScenarioError
@@ -392,5 +392,5 @@ def test_the_page_has_the_table_that_the_command_prints(capsys):
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 1 + 2 * len(DECODERS)
     assert rows[0].split(" | ")[3:] == [*list(LINKS)[:-1], f"{list(LINKS)[-1]} |"]
-    page = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text().splitlines()
+    page = (DOCS / "scaling.md").read_text().splitlines()
     assert [row for row in rows if row not in page] == []

@@ -38,7 +38,7 @@ def sample(engine):
 RELOAD = ["load", "reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"]
 
 
-def test_d04_d06_d03_waking_up_has_one_safe_order(sleeper):
+def test_waking_up_has_one_safe_order(sleeper):
     engine, model, llm = sleeper
     sample(engine)
     engine.sleep()
@@ -83,7 +83,7 @@ def test_an_engine_with_requests_in_flight_is_not_put_to_sleep(sleeper):
         (["load", "generate"], "old weights"),
     ],
 )
-def test_d04_d06_the_stand_in_notices_a_wrong_order(calls, message):
+def test_the_stand_in_notices_a_wrong_order(calls, message):
     llm = StandIn()
     do = {
         "sleep": lambda: llm.sleep(level=2),

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 from fakes import observed, sampled, trajectory
+from stress import soak
+from stress.trouble import KINDS
 
 from agent_vllm.types import StopReason, ToolResult
-from benchmarks import soak
-from benchmarks.trouble import KINDS
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def quick(monkeypatch):
     """Calls have a second; nothing sleeps in C code for longer than two."""
     monkeypatch.setattr(soak, "NUM_WARM_UPS", 1)
     monkeypatch.setattr(soak, "LIMITS", replace(soak.LIMITS, tool_timeout_s=1.0))
-    for module in ("benchmarks.soak", "benchmarks.trouble"):
+    for module in ("stress.soak", "stress.trouble"):
         monkeypatch.setattr(f"{module}.SLEEP_S", 2.0)
 
 

@@ -9,23 +9,21 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, ROOT
+from stress import stops
 
-from benchmarks import stops
 from trl_integration.interrupts import interrupted_afterwards
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.vllm
 def test_a_run_that_is_stopped_leaves_everything_whole(agent_path):
-    command = [sys.executable, "-m", "benchmarks.stops", "--num-moments=2", "--patience-s=60"]
+    command = [sys.executable, "-m", "stress.stops", "--num-moments=2", "--patience-s=60"]
     run = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=600,

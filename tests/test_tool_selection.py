@@ -37,19 +37,19 @@ def test_a_schema_replaces_the_tools_own():
     assert tool.function is add
 
 
-def test_b22_the_tool_keeps_what_it_ends():
+def test_the_tool_keeps_what_it_ends():
     final = {"add": Tool(schema=as_tool(add).schema, function=add, ends_episode=True)}
     (tool,) = select_tools([as_tool(add).schema], final)
     assert tool.ends_episode
 
 
 @pytest.mark.parametrize("column", [["nope"], [{"function": {"name": "nope"}}], '["nope"]'])
-def test_b15_a_tool_that_the_trainer_lacks(column):
+def test_a_tool_that_the_trainer_lacks_is_refused_by_name(column):
     with pytest.raises(ToolDefinitionError, match=r"names 'nope'.*Its tools are: add, shout"):
         select_tools(column, TOOLS)
 
 
-def test_b24_keys_that_arrow_fills_in_are_taken_out(chat):
+def test_keys_that_arrow_fills_in_are_taken_out(chat):
     """Rows with other tools come back from Arrow with each other's parameters set to None."""
     features = [[dict(as_tool(add).schema)], [dict(as_tool(shout).schema)]]
     filled = Dataset.from_list([{"tools": tools} for tools in features])[0]["tools"]
@@ -60,7 +60,7 @@ def test_b24_keys_that_arrow_fills_in_are_taken_out(chat):
     assert schemas[0] == schemas[1]
 
 
-def test_b24_none_is_taken_out_at_every_depth():
+def test_none_is_taken_out_at_every_depth():
     properties = {"a": {"type": "integer", "enum": None}, "text": None}
     parameters = {"type": "object", "properties": properties, "required": ["a"]}
     schema = {"type": "function", "function": {"name": "add", "parameters": parameters}}
@@ -72,6 +72,6 @@ def test_b24_none_is_taken_out_at_every_depth():
     }
 
 
-def test_b24_schemas_as_a_json_string():
+def test_schemas_may_be_a_json_string():
     (tool,) = select_tools(json.dumps([as_tool(add).schema]), TOOLS)
     assert tool.schema == as_tool(add).schema

@@ -170,7 +170,7 @@ def test_a_name_and_a_status_for_every_result():
 # ---- calls that never run ----
 
 
-def test_b15_unknown_tool():
+def test_an_unknown_tool_is_answered_with_the_tools_there_are():
     assert run([ask("nope")], [add, shout]) == [
         ("invalid", '{"error": "Unknown tool \'nope\'. Available tools: add, shout."}')
     ]
@@ -179,7 +179,7 @@ def test_b15_unknown_tool():
     ]
 
 
-def test_b06_a_call_that_could_not_be_read_is_not_run():
+def test_a_call_that_could_not_be_read_is_not_run():
     runs = []
     counted = tool(lambda: runs.append(1))
     call = ToolCall(name="f", arguments=None, error='"arguments" is not a JSON object.')
@@ -206,7 +206,7 @@ def test_arguments_that_do_not_fit(arguments, problem):
     assert result == ("invalid", json.dumps({"error": f"Wrong arguments for 'add': {problem}"}))
 
 
-def test_b01_no_arguments_are_fine_only_where_none_are_taken():
+def test_no_arguments_are_fine_only_where_none_are_taken():
     call = ToolCall(name="f", arguments=None)
     with_default = tool(lambda a=1: a, a={"type": "integer"})
     assert run([call], [tool(lambda: "ran")]) == [("ok", "ran")]
@@ -244,18 +244,18 @@ class Unprintable:
         (TimeoutError("own"), "TimeoutError: own"),
     ],
 )
-def test_b16_what_a_tool_raises_is_its_result(raiser, error, message):
+def test_what_a_tool_raises_is_its_result(raiser, error, message):
     assert run_one(functools.partial(raiser, error)) == failed(message)
 
 
-def test_b16_stop_iteration():
+def test_stop_iteration_is_a_failed_result():
     assert run_one(functools.partial(raise_it, StopIteration())) == failed("StopIteration")
     status, content = run_one(functools.partial(raise_it_async, StopIteration()))
     assert status == "failed" and "StopIteration" in content
 
 
 @pytest.mark.parametrize("raiser", [raise_it, raise_it_async])
-def test_b16_siblings_keep_their_results(raiser):
+def test_siblings_keep_their_results(raiser):
     exits = tool(functools.partial(raiser, SystemExit(1)), "exits")
     calls = [ask("add", a=1, b=2), ask("exits"), ask("add", a=3, b=4)]
     adder = tool(add_async, "add", a={}, b={})
@@ -263,7 +263,7 @@ def test_b16_siblings_keep_their_results(raiser):
 
 
 @pytest.mark.parametrize("raiser", [raise_it, raise_it_async])
-def test_b16_keyboard_interrupt_is_raised(raiser):
+def test_keyboard_interrupt_is_raised(raiser):
     with pytest.raises(ToolInterrupted):
         run_one(functools.partial(raiser, KeyboardInterrupt()))
 
@@ -301,7 +301,7 @@ async def never():
     await asyncio.Event().wait()
 
 
-def test_b18_hanging_tool_times_out():
+def test_a_hanging_tool_times_out():
     release = threading.Event()
     try:
         assert run_one(release.wait, timeout_s=0.05) == failed("Timed out after 0.05 s.")
@@ -310,7 +310,7 @@ def test_b18_hanging_tool_times_out():
 
 
 @pytest.mark.parametrize("function", [spin, never])
-def test_b18_endless_tools_time_out_and_others_do_not(function):
+def test_endless_tools_time_out_and_others_do_not(function):
     tools = [tool(function), add]
     calls = [ask("add", a=1, b=2), ask(), ask("add", a=3, b=4)]
     assert run(calls, tools, timeout_s=0.3) == [
@@ -320,7 +320,7 @@ def test_b18_endless_tools_time_out_and_others_do_not(function):
     ]
 
 
-def test_b18_a_python_loop_ends_with_its_call():
+def test_a_python_loop_ends_with_its_call():
     threads = []
 
     def spin_here():
@@ -333,7 +333,7 @@ def test_b18_a_python_loop_ends_with_its_call():
 
 
 @pytest.mark.parametrize("hold", [spin_async, None], ids=["python loop", "time.sleep"])
-def test_b18_async_tool_that_holds_its_loop(hold):
+def test_an_async_tool_that_holds_its_loop_times_out_alone(hold):
     """Its own call times out; the rollout's loop goes on, and later async calls are served."""
     release = threading.Event()
 
@@ -371,7 +371,7 @@ def test_b18_async_tool_that_holds_its_loop(hold):
     assert num_ticks >= 3
 
 
-def test_b18_threads_do_not_pile_up(monkeypatch):
+def test_threads_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
     monkeypatch.setattr(threads, "_hanging", set())
     release = threading.Event()
@@ -438,7 +438,7 @@ def test_no_time_limit():
 # ---- results as text ----
 
 
-def test_b13_success_with_an_error_key():
+def test_a_result_with_an_error_key_is_not_a_failure():
     assert run_one(lambda: {"error": None, "rows": 3}) == ("ok", '{"error": null, "rows": 3}')
 
 
@@ -459,11 +459,11 @@ def test_b13_success_with_an_error_key():
         ({"a": ["\ud83d"]}, '{"a": ["?"]}'),
     ],
 )
-def test_b14_encoding(value, text):
+def test_each_value_is_written_as_text(value, text):
     assert encode_result(value) == text
 
 
-def test_b14_values_that_have_no_text():
+def test_values_that_have_no_text_fail_the_call():
     circular = {}
     circular["self"] = circular
     deep = []

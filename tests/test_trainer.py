@@ -152,9 +152,7 @@ class RecordingTrainer(AgentGRPOTrainer):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_d19_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(
-    make_trainer, engine
-):
+def test_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(make_trainer, engine):
     recorder = VersionRecorder()
     trainer = make_trainer(
         engine,
@@ -178,7 +176,7 @@ def test_d19_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(
     assert trainer.rollout_engine.policy_version - start == 1 + 6
 
 
-def test_d18_f08_evaluation_uses_the_current_weights_without_training_first(make_trainer):
+def test_evaluation_uses_the_current_weights_without_training_first(make_trainer):
     trainer = make_trainer("torch", eval_dataset=rows(4, "test"), per_device_eval_batch_size=8)
     metrics = trainer.evaluate()
     assert trainer.rollout_engine.policy_version == 1
@@ -188,7 +186,7 @@ def test_d18_f08_evaluation_uses_the_current_weights_without_training_first(make
 
 
 @pytest.mark.vllm
-def test_f09_evaluation_groups_have_their_own_size(make_trainer):
+def test_evaluation_groups_have_their_own_size(make_trainer):
     trainer = make_trainer(
         "vllm",
         eval_dataset=rows(4, "test"),
@@ -238,7 +236,7 @@ def by_hand(trainer, batch, advantages):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
-def test_a18_the_loss_is_the_one_by_hand_from_the_shifted_layout(make_trainer, loss_type):
+def test_the_loss_is_the_one_by_hand_from_the_shifted_layout(make_trainer, loss_type):
     trainer = make_trainer("torch", loss_type=loss_type)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -254,7 +252,7 @@ def test_a18_the_loss_is_the_one_by_hand_from_the_shifted_layout(make_trainer, l
     torch.testing.assert_close(loss, by_hand(trainer, batch, advantages), atol=1e-5, rtol=1e-4)
 
 
-def test_a19_no_gradient_where_an_observation_is_predicted(make_trainer):
+def test_no_gradient_where_an_observation_is_predicted(make_trainer):
     trainer = make_trainer("torch")
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -270,7 +268,7 @@ def test_a19_no_gradient_where_an_observation_is_predicted(make_trainer):
     assert completion.sum() == batch.completion_mask.sum()
 
 
-def test_f20_the_batch_has_the_keys_of_the_parent_and_the_engines_logprobs(make_trainer, agent):
+def test_the_batch_has_the_keys_of_the_parent_and_the_engines_logprobs(make_trainer, agent):
     model, tokenizer = agent
     trainer = make_trainer("torch")
     inputs = [row for row in rows(2) for _ in range(4)]
@@ -299,7 +297,7 @@ def test_f20_the_batch_has_the_keys_of_the_parent_and_the_engines_logprobs(make_
 # ---- endings ----
 
 
-def test_f07_an_all_truncated_batch_leaves_the_weights_as_they_are(make_trainer):
+def test_an_all_truncated_batch_leaves_the_weights_as_they_are(make_trainer):
     trainer = make_trainer(
         "torch", max_new_tokens=2, mask_truncated_completions=True, weight_decay=0.0
     )
@@ -313,7 +311,7 @@ def test_f07_an_all_truncated_batch_leaves_the_weights_as_they_are(make_trainer)
     assert torch.equal(before, parameters(trainer.model))
 
 
-def test_a17_c17_truncated_and_empty_rows_are_kept_with_masks_of_zero(make_trainer):
+def test_truncated_and_empty_rows_are_kept_with_masks_of_zero(make_trainer):
     trainer = make_trainer("torch", mask_truncated_completions=True, max_turns=0)
     inputs = trainer._generate_and_score_completions([row for row in rows(2) for _ in range(4)])
     assert inputs["completion_ids"].shape == (8, 1)
@@ -322,7 +320,7 @@ def test_a17_c17_truncated_and_empty_rows_are_kept_with_masks_of_zero(make_train
     assert loss.item() == 0.0
 
 
-def test_e01_a_prompt_that_is_too_long_ends_alone(make_trainer, agent):
+def test_a_prompt_that_is_too_long_ends_alone(make_trainer, agent):
     model, tokenizer = agent
     engine = TorchRolloutEngine(model, tokenizer, max_model_len=400)
     data = [dict(row) for row in rows(2)]
@@ -353,7 +351,7 @@ class FailingEngine(TorchRolloutEngine):
         return await super()._sample(request)
 
 
-def test_e07_engine_errors_leave_rows_out_and_a_dead_engine_stops_the_run(make_trainer, agent):
+def test_engine_errors_leave_rows_out_and_a_dead_engine_stops_the_run(make_trainer, agent):
     engine = FailingEngine(*agent)
     trainer = make_trainer(engine, max_turns=1)
     batch = [row for row in rows(2) for _ in range(4)]
@@ -373,7 +371,7 @@ def test_e07_engine_errors_leave_rows_out_and_a_dead_engine_stops_the_run(make_t
 # ---- rewards ----
 
 
-def test_f10_f11_rewards_get_messages_columns_and_the_stop_reason(make_trainer):
+def test_rewards_get_messages_columns_and_the_stop_reason(make_trainer):
     seen = {}
 
     def look(completions, answer, stop_reason, num_calls, prompts, **kwargs):
@@ -404,7 +402,7 @@ def test_f10_f11_rewards_get_messages_columns_and_the_stop_reason(make_trainer):
     ]
 
 
-def test_b15_a_rows_tools_column_picks_its_tools(make_trainer):
+def test_a_rows_tools_column_picks_its_tools(make_trainer):
     data = [
         {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "answer": "2", "tools": names}
         for names in (["calculator"], ["get_price"])
@@ -443,7 +441,7 @@ class Shop:
         return float(len(self.asked))
 
 
-def test_b26_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, agent):
+def test_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, agent):
     def script(request):
         is_answered = "tool\n7" in engine.tokenizer.decode(request.prompt_ids)
         return engine.encode_turn("It costs 7." if is_answered else call("get_price", item="lamp"))
@@ -459,7 +457,7 @@ def test_b26_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer
     assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
 
 
-def test_b23_f05_the_dataset_is_not_written_to(make_trainer):
+def test_the_dataset_is_not_written_to(make_trainer):
     data = rows(4)
     before = data.to_list()
     trainer = make_trainer("torch", train_dataset=data, max_steps=3)
@@ -471,9 +469,7 @@ def test_b23_f05_the_dataset_is_not_written_to(make_trainer):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_f13_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    make_trainer, agent_path, engine, tmp_path
-):
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(make_trainer, agent_path, engine, tmp_path):
     def run(output_dir, **changes):
         model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
         trainer = make_trainer(
@@ -494,14 +490,14 @@ def test_f13_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert rollouts("again") == rollouts("whole")
     assert len(rollouts("again")) == 16
     gap = next(log for log in resumed.state.log_history if log["step"] == 3)
-    assert gap["sampling/logprob_gap/max"] <= GAP  # D18: not the base weights
+    assert gap["sampling/logprob_gap/max"] <= GAP  # not the base weights
     # who shares a batch depends on how fast tools are, and the last bit of a logprob on that
     torch.testing.assert_close(
         parameters(resumed.model), parameters(whole.model), atol=1e-4, rtol=0
     )
 
 
-def test_c13_two_seeds_sample_differently_and_one_seed_repeats(make_trainer, agent_path, tmp_path):
+def test_two_seeds_sample_differently_and_one_seed_repeats(make_trainer, agent_path, tmp_path):
     def sampled(seed):
         model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
         trainer = make_trainer("torch", model=model, seed=seed)

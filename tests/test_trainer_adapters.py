@@ -28,7 +28,7 @@ def test_lora_trains_with_the_adapter_disabled_as_reference(make_trainer, engine
     assert log[1]["rollout/sync_bytes"] == (0 if engine == "torch" else adapter_bytes)
 
 
-def test_c14_the_same_seed_makes_the_same_adapter(make_trainer, agent_path):
+def test_the_same_seed_makes_the_same_adapter(make_trainer, agent_path):
     made = []
     for seed in (7, 7, 8):
         model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")

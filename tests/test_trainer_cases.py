@@ -10,12 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import ids_of
+from stress.faults import Fault, FaultyEngine
 from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import StopReason, TorchRolloutEngine
 from agent_vllm.errors import EngineError
-from agent_vllm.testing import Fault, FaultyEngine, ScriptedRolloutEngine
+from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 ANSWER = "Yes."
@@ -106,7 +107,7 @@ def loss_of(trainer, inputs, **changes):
     return trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages, **changes})
 
 
-def test_a17_a_cut_row_is_out_of_every_mask_and_others_are_whole(make_trainer, story):
+def test_a_cut_row_is_out_of_every_mask_and_others_are_whole(make_trainer, story):
     trainer = make_trainer(story, mask_truncated_completions=True)
     inputs = scored(trainer)
     reasons = [t.stop_reason for t in trainer.trajectories]
@@ -117,7 +118,7 @@ def test_a17_a_cut_row_is_out_of_every_mask_and_others_are_whole(make_trainer, s
         assert not trained(inputs)[row, len(mask) :].any()
 
 
-def test_a18_only_trained_tokens_are_counted(make_trainer, story):
+def test_only_trained_tokens_are_counted_in_the_loss(make_trainer, story):
     """The denominator is what was sampled, and a longer observation does not thin the loss."""
     trainer = make_trainer(story, loss_type="dapo")
     inputs = scored(trainer)
@@ -139,7 +140,7 @@ def test_a18_only_trained_tokens_are_counted(make_trainer, story):
         torch.testing.assert_close(loss_of(trainer, inputs), loss_of(trainer, inputs, **wider))
 
 
-def test_a19_no_gradient_reaches_what_predicts_an_observation(make_trainer, story):
+def test_no_gradient_reaches_what_predicts_an_observation(make_trainer, story):
     """Through TRL's own loss: position t - 1 has a gradient exactly where token t was sampled."""
     trainer = make_trainer(story)
     inputs = scored(trainer)
@@ -157,7 +158,7 @@ def test_a19_no_gradient_reaches_what_predicts_an_observation(make_trainer, stor
     assert has_gradient[:, -num_columns - 1 : -1].long().tolist() == trained(inputs).tolist()
 
 
-def test_a20_kl_of_observations_stays_out(make_trainer, story):
+def test_kl_of_observations_stays_out(make_trainer, story):
     trainer = make_trainer(story, beta=0.1)
     inputs = scored(trainer)
     reference, mask = inputs["ref_per_token_logps"], trained(inputs)
@@ -170,7 +171,7 @@ def test_a20_kl_of_observations_stays_out(make_trainer, story):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
-def test_a21_observations_stay_out_of_the_ratio(make_trainer, agent, mode):
+def test_observations_stay_out_of_the_ratio(make_trainer, agent, mode):
     """Engine and learner agree: the ratio is 1, however long the observations are."""
     trainer = make_trainer(
         TorchRolloutEngine(*agent),
@@ -185,7 +186,7 @@ def test_a21_observations_stay_out_of_the_ratio(make_trainer, agent, mode):
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_a22_lengths_count_sampled_tokens_cut_rows_too(make_trainer, story, mask_truncated):
+def test_lengths_count_sampled_tokens_cut_rows_too(make_trainer, story, mask_truncated):
     trainer = make_trainer(story, mask_truncated_completions=mask_truncated)
     scored(trainer)
     lengths = [t.num_sampled_tokens for t in trainer.trajectories]
@@ -196,7 +197,7 @@ def test_a22_lengths_count_sampled_tokens_cut_rows_too(make_trainer, story, mask
     assert metrics["completions/max_terminated_length"] == [max(lengths[:2])]
 
 
-def test_a24_every_list_of_tokens_has_one_shape(make_trainer, story, cap):
+def test_every_list_of_tokens_has_one_shape(make_trainer, story, cap):
     trainer = make_trainer(story, max_completion_length=cap, beta=0.1)
     inputs = scored(trainer)
     assert trainer.trajectories[1].stop_reason is StopReason.COMPLETION_BUDGET
@@ -212,7 +213,7 @@ def test_a24_every_list_of_tokens_has_one_shape(make_trainer, story, cap):
         assert inputs[name].shape == shape, name
 
 
-def test_b25_the_evaluation_batch_may_be_the_larger_one(make_trainer, agent):
+def test_the_evaluation_batch_may_be_the_larger_one(make_trainer, agent):
     tokenizer = agent[1]
 
     def script(request):
@@ -232,7 +233,7 @@ def test_b25_the_evaluation_batch_may_be_the_larger_one(make_trainer, agent):
     assert results == [["3"]] * 8
 
 
-def test_e05_the_cap_holds_and_what_it_cut_is_counted(make_trainer, story, cap):
+def test_the_cap_holds_and_what_it_cut_is_counted(make_trainer, story, cap):
     trainer = make_trainer(story, max_completion_length=cap)
     scored(trainer)
     lengths = [len(t.completion_ids) for t in trainer.trajectories]
@@ -246,7 +247,7 @@ def test_e05_the_cap_holds_and_what_it_cut_is_counted(make_trainer, story, cap):
 
 
 @pytest.mark.parametrize("fault", [Fault.NAN_LOGPROB, Fault.MISSING_LOGPROBS])
-def test_c08_a_row_without_finite_logprobs_is_left_out_and_counted(make_trainer, story, fault):
+def test_a_row_without_finite_logprobs_is_left_out_and_counted(make_trainer, story, fault):
     def spoiled(request):  # one conversation, however often it is asked for
         return fault if CALL in story.tokenizer.decode(request.prompt_ids) else None
 
@@ -292,7 +293,7 @@ class FixedDistance(AgentGRPOTrainer):
         ({"mode": "token_truncate", "clip_max": 3.0}, math.exp(0.01)),
     ],
 )
-def test_c09_a_sequences_ratio_is_the_product_over_its_sampled_tokens(
+def test_a_sequences_ratio_is_the_product_over_its_sampled_tokens(
     make_trainer, agent, settings, expected
 ):
     """400 sampled tokens, each 0.01 more likely to the learner, around an observation."""
@@ -321,7 +322,7 @@ def test_c09_a_sequences_ratio_is_the_product_over_its_sampled_tokens(
     assert metrics["sampling/sampling_logp_difference/mean"] == [pytest.approx(0.01, rel=1e-4)]
 
 
-def test_c10_an_engine_without_logprobs_stops_the_run_at_the_first_batch(make_trainer, story):
+def test_an_engine_without_logprobs_stops_the_run_at_the_first_batch(make_trainer, story):
     trainer = make_trainer(SpoiledEngine(story, lambda _: Fault.MISSING_LOGPROBS))
     with pytest.raises(EngineError, match=r"failed all 4.*gave logprob None for token 0"):
         scored(trainer)
@@ -330,7 +331,7 @@ def test_c10_an_engine_without_logprobs_stops_the_run_at_the_first_batch(make_tr
 # ---- logs and memory ----
 
 
-def test_f12_the_completions_table_shows_calls_and_results(
+def test_the_completions_table_shows_calls_and_results(
     make_trainer, story, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
@@ -345,7 +346,7 @@ def test_f12_the_completions_table_shows_calls_and_results(
     assert len(calls) == 2 and results == ["3", "5"]
 
 
-def test_f18_rollouts_leave_nothing_in_memory(make_trainer, agent):
+def test_rollouts_leave_nothing_in_memory(make_trainer, agent):
     tokenizer = agent[1]
 
     def script(request):
@@ -374,7 +375,7 @@ def test_f18_rollouts_leave_nothing_in_memory(make_trainer, agent):
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_f18_an_engine_keeps_no_tensor_of_an_earlier_learner(agent, agent_path, name, request):
+def test_an_engine_keeps_no_tensor_of_an_earlier_learner(agent, agent_path, name, request):
     engine = (
         TorchRolloutEngine(*agent) if name == "torch" else request.getfixturevalue("vllm_engine")
     )

@@ -265,7 +265,7 @@ def test_the_callers_list_of_reward_functions_is_not_written_to(make_trainer):
     assert reward_funcs == [counted]
 
 
-def test_b25_evaluation_may_have_more_rows_than_training(make_trainer):
+def test_evaluation_may_have_more_rows_than_training(make_trainer):
     trainer = make_trainer(
         SelfScoring,
         turns=(INCREMENT, "Done."),
@@ -308,7 +308,7 @@ def test_instances_are_used_again_or_new(make_trainer, made, is_fresh, num_made)
         ("get_reward", "text"),
     ],
 )
-def test_f05_f06_one_of_eight_fails_alone(make_trainer, made, kind, trouble):
+def test_one_of_eight_fails_alone(make_trainer, made, kind, trouble):
     """Its group's baseline is that of the other three, and every other row is as it was."""
 
     def length(completions, index, environments, **kwargs):
@@ -361,7 +361,7 @@ def test_a_factory_that_fails_once(make_trainer, made):
     assert trainer._rewards.flatten().tolist() == [float(i) for i in range(8)]
 
 
-def test_f07_all_fail_and_the_weights_stay_as_they_are(make_trainer, made):
+def test_all_fail_and_the_weights_stay_as_they_are(make_trainer, made):
     trainer = make_trainer(
         Trouble, data=[row(index=0, trouble=["reset", "raises"])] * 8, max_steps=2, weight_decay=0.0
     )

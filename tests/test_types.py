@@ -19,14 +19,14 @@ def test_views_of_a_trajectory():
     assert t.num_sampled_tokens == 4
 
 
-def test_a22_sampled_tokens_are_counted_without_gaps():
+def test_sampled_tokens_are_counted_without_gaps():
     t = trajectory(
         [1], observed(*[0] * 3), sampled(*[7] * 4), observed(*[0] * 3), sampled(*[7] * 5)
     )
     assert t.num_sampled_tokens == 9
 
 
-def test_c17_an_empty_turn_has_no_tokens():
+def test_an_empty_turn_has_no_tokens():
     t = trajectory([1], sampled(), observed(4))
     assert (t.completion_ids, t.completion_mask, t.logprobs) == ([4], [0], [0.0])
 
@@ -87,7 +87,7 @@ def test_which_endings_are_cut_off_and_which_are_unfinished():
 
 
 @pytest.mark.parametrize("name", ["max_turns", "max_tool_rounds"])
-def test_b21_zero_is_a_limit_of_its_own(name):
+def test_zero_is_a_limit_of_its_own(name):
     assert getattr(Limits(**{name: 0}), name) == 0
     with pytest.raises(ValueError, match=f"`{name}` must be 0 or more, got -1"):
         Limits(**{name: -1})

@@ -57,14 +57,14 @@ class Wrapper(torch.nn.Module):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_d11_a_tied_head_comes_under_both_its_names(tied):
+def test_a_tied_head_comes_under_both_its_names(tied):
     weights = dict(named_weights(learner(tied)))
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= weights.keys()
     same = weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
     assert same == tied
 
 
-def test_d22_wrappers_in_any_order_leave_plain_names():
+def test_wrappers_in_any_order_leave_plain_names():
     model = learner()
     plain = list(weight_shapes(model))
     assert list(weight_shapes(Wrapper(model))) == plain
@@ -96,7 +96,7 @@ def test_the_tensors_are_the_learners_own_without_gradients():
     assert not weight.requires_grad and model.model.norm.weight.requires_grad
 
 
-def test_d15_missing_unknown_and_misshapen_tensors_are_named():
+def test_missing_unknown_and_misshapen_tensors_are_named():
     expected, given = weight_shapes(learner()), weight_shapes(learner())
     check_weights(expected, given)
     given["extra"] = given.pop("model.norm.weight")
@@ -144,7 +144,7 @@ def zero3(monkeypatch):
     return model, whole
 
 
-def test_d22_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
+def test_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
     model, whole = zero3
     assert is_sharded(model) and not is_sharded(whole)
     assert list(weight_shapes(Wrapper(model)).items()) == list(weight_shapes(whole).items())
@@ -210,7 +210,7 @@ def packed_model(**changes):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_d14_packed_experts_come_one_by_one_as_in_the_checkpoint(tied, tmp_path):
+def test_packed_experts_come_one_by_one_as_in_the_checkpoint(tied, tmp_path):
     model = packed_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -221,7 +221,7 @@ def test_d14_packed_experts_come_one_by_one_as_in_the_checkpoint(tied, tmp_path)
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in weights
 
 
-def test_d14_a_packed_learner_is_read_one_packed_tensor_at_a_time():
+def test_a_packed_learner_is_read_one_packed_tensor_at_a_time():
     """The largest read is one of the learner's own tensors, never the model."""
     model = packed_model()
     units = checkpoint_units(model, weight_sync._plain_units(model))
@@ -229,7 +229,7 @@ def test_d14_a_packed_learner_is_read_one_packed_tensor_at_a_time():
     assert max(reads) == max(p.numel() for p in model.parameters())
 
 
-def test_d13_the_text_part_of_a_vision_model_does_not_pass_for_the_whole():
+def test_the_text_part_of_a_vision_model_does_not_pass_for_the_whole():
     """Its weights have other names; the engine says so before a rollout."""
     text = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -252,7 +252,7 @@ def test_d13_the_text_part_of_a_vision_model_does_not_pass_for_the_whole():
 
 
 @pytest.mark.parametrize("kind", ["config", "integers"])
-def test_d20_a_quantised_base_is_refused_with_what_works(kind):
+def test_a_quantised_base_is_refused_with_what_works(kind):
     model = learner()
     if kind == "config":
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -264,7 +264,7 @@ def test_d20_a_quantised_base_is_refused_with_what_works(kind):
             read(model)
 
 
-def test_c07_the_engines_type_is_that_of_most_weights_and_the_heads_is_known(tokenizer):
+def test_the_engines_type_is_that_of_most_weights_and_the_heads_is_known(tokenizer):
     """TRL casts the head alone, and with it a tied embedding, which comes first."""
     model = learner(tied=True).bfloat16()
     model.lm_head.float()

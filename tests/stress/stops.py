@@ -1,6 +1,6 @@
 """`make stops`: Ctrl-C and SIGTERM at random moments of a real training run, by a seed.
 
-    python -m benchmarks.stops --num-moments 20
+    PYTHONPATH=tests:examples python -m stress.stops --num-moments 20
 
 Imports everything once, then forks a run of `examples/train_tool_agent.py` (the tiny agent, vLLM)
 for each moment. A run must end in time, without a traceback, leaving no process and only whole
@@ -25,8 +25,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import train_tool_agent
 from tiny_agent import tiny_agent_path
@@ -189,7 +187,7 @@ def stop_at_random(num_moments: int, seed: int = 0, patience_s: float = 10.0) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stops", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m stress.stops", description=__doc__)
     parser.add_argument("--num-moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience-s", type=float, default=10.0, help="more on a busy machine")

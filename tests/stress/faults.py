@@ -1,4 +1,4 @@
-"""Engines and tools that misbehave on purpose.
+"""Engines and tools that misbehave on purpose, by a seed.
 
 Invariant: a seed and a request (or a call) decide what happens, whatever else runs at the time.
 """
@@ -27,12 +27,12 @@ _DEATH = "On purpose: the engine is dead."
 
 
 class Fault(StrEnum):
-    """What can go wrong with a request.
+    """A way in which a request fails.
 
-    A rollout makes a request that met one once more, which draws anew whether it meets another. The
-    second one ends the trajectory with `StopReason.ENGINE_ERROR`; `ENGINE_DEATH` does so at once.
-    `HANG` is for deadlines. An engine that hangs for good is found by its own watchdog (`hang_s` of
-    the real engines) and is from then on as `ENGINE_DEATH` leaves it.
+    A rollout retries a failed request once; the retry may fail again. A second failure ends the
+    trajectory with `StopReason.ENGINE_ERROR`; `ENGINE_DEATH` does so at once. `HANG` is for
+    deadlines. The watchdog of a real engine (`hang_s`) finds one that hangs for good, and leaves it
+    as `ENGINE_DEATH` does.
     """
 
     REQUEST_ERROR = "request_error"  # this request fails, the engine goes on
@@ -45,18 +45,18 @@ class Fault(StrEnum):
 
 
 class FaultyEngine(RolloutEngine):
-    """An engine whose requests meet faults; else it is the engine that it wraps.
+    """Wrap an engine so that some of its requests fail.
 
     Args:
         engine: answers; closed with this one.
         faults: either each fault's share of the requests (together at most 1), chosen by `seed`,
-            the request and how often it met one; or the fault of each request in order of arrival,
-            None for none. A request that is made again is a further one.
+            the request and how often it failed before; or the fault of each request in order of
+            arrival, None for none. A retry counts as a further request.
         hang_s: seconds of a `HANG`.
         seed: other seeds choose other requests.
 
     Attributes:
-        met: how often each fault was met.
+        met: number of requests per fault.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ ODD_VALUES: tuple[Any, ...] = (
     _CIRCLE,  # contains itself
     object(),  # has no text of its own
 )
-"""What a tool should not return but will, one day."""
+"""Values that a tool should not return, but will one day."""
 
 
 def faulty(
@@ -150,12 +150,12 @@ def faulty(
     sleep_s: float = 60.0,
     seed: int = 0,
 ) -> Tool:
-    """The same tool, some of whose calls go wrong, chosen by `seed` and the call.
+    """Wrap a tool so that some of its calls fail, chosen by `seed` and the call.
 
     Args:
-        raise_share: of the calls, raise `RuntimeError`.
-        sleep_share: sleep for `sleep_s` seconds, then answer.
-        odd_share: return one of `ODD_VALUES`.
+        raise_share: share of calls that raise `RuntimeError`.
+        sleep_share: share that sleep for `sleep_s` seconds, then answer.
+        odd_share: share that return one of `ODD_VALUES`.
     """
     tool = as_tool(tool)
     shares = {"raise": raise_share, "sleep": sleep_share, "odd": odd_share}
@@ -200,7 +200,7 @@ def _spoiled(completion: Completion, fault: Fault | None, max_new_tokens: int) -
 
 
 def _drawn(shares: Mapping[Any, float], choice: random.Random) -> Any:
-    """One of the keys, each with its share of the cases; None for the rest of them."""
+    """Draw one of the keys by its share, or None."""
     rest = max(1 - sum(shares.values()), 0.0)
     return choice.choices([*shares, None], [*shares.values(), rest])[0]
 

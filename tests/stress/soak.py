@@ -1,7 +1,7 @@
 """`make soak`: many trajectories, much trouble, nothing lost, nothing left behind.
 
-python -m benchmarks.soak --engine scripted --num-trajectories 20000
-python -m benchmarks.soak --engine vllm --num-trajectories 500
+PYTHONPATH=tests:examples python -m stress.soak --engine scripted --num-trajectories 20000
+PYTHONPATH=tests:examples python -m stress.soak --engine vllm --num-trajectories 500
 
 A seed chooses the trajectories that meet a fault, and which. Fails if a trajectory is lost, mixed
 up with another or ended for another reason than its faults give; if a batch outlasts its deadline;
@@ -34,16 +34,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))  # the models
-
 from tiny_tasks import SMALL_KINDS, calculator, get_price, make_tasks
 
 from agent_vllm import ChatFormat, Limits, RolloutEngine, StopReason, Trajectory, rollout_batch
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.testing import FaultyEngine, ScriptedRolloutEngine
+from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool, as_tool
 from agent_vllm.types import ToolResult
-from benchmarks.trouble import (
+from benchmarks.work import load_model
+from stress.faults import FaultyEngine
+from stress.trouble import (
     IN_ENGINE,
     IN_USER,
     KINDS,
@@ -53,7 +53,6 @@ from benchmarks.trouble import (
     trouble_in,
     user_of,
 )
-from benchmarks.work import load_model
 
 TROUBLE_SHARE = 0.4  # of the trajectories
 ENGINE_SHARE = 0.01  # of the requests, for each kind
@@ -337,7 +336,7 @@ class _Forgotten(list[Any]):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m stress.soak", description=__doc__)
     parser.add_argument("--engine", choices=["scripted", "vllm"], default="scripted")
     parser.add_argument("--num-trajectories", type=int, default=20_000)
     parser.add_argument("--batch-size", type=int, default=1000)

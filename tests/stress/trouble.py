@@ -1,6 +1,6 @@
 """What goes wrong in a soak, by kind: tools on threads, on the loop and in processes; users.
 
-Owns what each kind does; faults of engines are `agent_vllm.testing.Fault`. What a tool says bears
+Owns what each kind does; faults of engines are `stress.faults.Fault`. What a tool says bears
 the number of its trajectory, so that a result that went astray shows.
 """
 
@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agent_vllm.testing import Fault
 from agent_vllm.tools import Tool, as_tool, isolated
-from benchmarks.trouble_in_process import KINDS as IN_PROCESS
-from benchmarks.trouble_in_process import in_process
+from stress.faults import Fault
+from stress.trouble_in_process import KINDS as IN_PROCESS
+from stress.trouble_in_process import in_process
 
 SLEEP_S = 6.0  # longer than a call may take, short enough to be over when the soak is counted up
 
