@@ -78,11 +78,13 @@ install: $(INSTALLED)
 	touch $@
 
 # Every package of the CPU set-up but torch, with hashes. pyproject.toml says what is left out.
+# uv doesn't read pip's settings: a folder of wheels that pip has is named to it.
+LOCK_TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_CPU_INDEX))
 lock:
 	$(BIN)/pip install -q uv
-	$(BIN)/uv pip compile pyproject.toml requirements/data.txt -o requirements/cpu.lock \
-		--extra cpu --extra mcp --extra peft --extra examples --extra dev --python-version 3.11 \
-		--python-platform x86_64-manylinux_2_28 --extra-index-url $(TORCH_CPU_INDEX) \
+	echo "$(TORCH_CPU)" | $(BIN)/uv pip compile pyproject.toml requirements/data.txt -c - -o requirements/cpu.lock \
+		--extra cpu --extra mcp --extra peft --extra examples --extra docs --extra dev \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --system-certs $(LOCK_TORCH) \
 		--generate-hashes --no-emit-package torch --no-annotate --no-header $(LOCK_ARGS)
 
 clean:
