@@ -28,6 +28,8 @@ from agent_vllm.types import (
     Trajectory,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ChatFormat",
     "Completion",
