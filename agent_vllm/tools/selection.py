@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import Tool
+from agent_vllm.tools.tool import Tool
 
 
 def select_tools(column: Any, tools: Mapping[str, Tool]) -> list[Tool]:
