@@ -10,8 +10,7 @@ from adapted import adapted
 from test_weight_sync import packed_model
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
-from agent_vllm.engines.learner.weights import named_weights
-from agent_vllm.engines.vllm import engine as vllm_engine_module
+from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.errors import WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 
@@ -157,12 +156,13 @@ def test_d16_the_order_of_tensors_does_not_matter(agent, vllm_engine, monkeypatc
     """vLLM fuses q, k and v, and gate and up; they may come far apart."""
     model, _ = agent
 
-    def shuffled(learner, **options):
-        weights = list(named_weights(learner, **options))
-        random.Random(0).shuffle(weights)
-        yield from weights
+    def shuffled(weights, **options):
+        tensors = list(in_order(weights, **options))
+        random.Random(0).shuffle(tensors)
+        yield from tensors
 
-    monkeypatch.setattr(vllm_engine_module, "named_weights", shuffled)
+    in_order = LearnerWeights.tensors
+    monkeypatch.setattr(LearnerWeights, "tensors", shuffled)
     train_a_step(model)
     vllm_engine.update_policy(model)
     assert gap(vllm_engine, model) <= TOLERANCE

@@ -203,7 +203,7 @@ def test_a_dead_server_is_told_of_once_where_another_process_sends_the_weights(
     with caplog.at_level(logging.WARNING):
         for version, label in enumerate(["first", "second", "third"]):
             alive.name_weights(label)
-            engine._thread.call(engine._fleet.adopt(version, label))
+            engine._thread.call(engine._fleet.gate.adopt(version, label))
             assert generate(engine).token_ids == [TOKEN] * 3
     assert [f"{dead.url} is out" in message for message in caplog.messages] == [True]
 

@@ -95,12 +95,6 @@ class ServerClient:
 
     # ---- what the server says of itself ----
 
-    async def version(self) -> str:
-        return (await self.get("/version"))["version"]
-
-    async def model(self) -> dict[str, Any]:
-        return (await self.get("/v1/models"))["data"][0]
-
     async def config(self) -> dict[str, Any]:
         """vLLM's whole configuration; only with `VLLM_SERVER_DEV_MODE=1`."""
         info = await self.get("/server_info", params={"config_format": "json"})

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 import agent_vllm
 from agent_vllm.engines.models import context_length
 from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
-from agent_vllm.engines.vllm.stepper import VLLMOptions
+from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import VLLMServerError
 
 HELP = "start a vLLM server for rollouts"
