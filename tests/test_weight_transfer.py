@@ -71,7 +71,7 @@ def test_every_weight_is_sent_once_as_it_is_in_parts(agent, dtype, part_bytes):
 
 
 @pytest.mark.parametrize("fails_at", ["start", 2])
-def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):
+def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):  # noqa: F811
     """Other learner processes take part in gathering each weight: nobody may be left waiting."""
     model, _ = zero3
     LearnerWeights(model).join_gathers()

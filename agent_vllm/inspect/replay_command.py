@@ -20,7 +20,6 @@ from agent_vllm.inspect.schema import RolloutRecord
 if TYPE_CHECKING:
     from trl_integration.replay import Replayed, ReplayTrainer
 
-HELP = "rewards, tensors and loss of recorded rollouts, without an engine"
 _MAX_LISTED = 20
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps")
 

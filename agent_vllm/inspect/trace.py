@@ -15,7 +15,6 @@ from agent_vllm.inspect.read import batch_name, read_batches
 from agent_vllm.inspect.schema import RolloutRecord
 from agent_vllm.spans import merged
 
-HELP = "write recorded rollouts as a Chrome trace, for Perfetto"
 Event = dict[str, Any]
 
 

@@ -17,8 +17,6 @@ from typing import Any, TextIO
 from agent_vllm.inspect.report import Report, read_report, to_json
 from agent_vllm.inspect.serve import serve
 
-HELP = "look at recorded rollouts in a browser"
-
 # Later ones use what earlier ones define.
 _SCRIPTS = (
     "dom.js",

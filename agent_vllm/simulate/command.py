@@ -24,8 +24,6 @@ from agent_vllm.simulate.step import LAYOUTS, Setup, predict
 from agent_vllm.simulate.sync import LINK_EFFICIENCY, LINKS, sync_seconds, sync_table
 from agent_vllm.simulate.workload import Plan, Workload, distribution, with_tools
 
-HELP = "predict step time and idle shares of a layout"
-
 _TRUSTED = 0.15  # of the recorded time
 _OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"help": f"one of {', '.join(LAYOUTS)}; default: shared"},
