@@ -1,6 +1,6 @@
 """Start one vLLM server that `VLLMServerRolloutEngine` can use. Everything after `--` goes to vLLM.
 
-Owns the command line and the environment; the server is vLLM's own, into which this process turns.
+Owns the command line and the environment. This process becomes vLLM's own server.
 """
 
 import argparse
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Now rather than after the model was loaded.
+    """Check that the port is free, before a model is loaded.
 
     Raises:
-        VLLMServerError: somebody listens there.
+        VLLMServerError: the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +88,7 @@ def serve_command(
     gpu_memory_utilization: float = 0.9,
     vllm_args: Sequence[str] = (),
 ) -> list[str]:
-    """The server's command line; what comes last in it wins, so `vllm_args` can change all."""
+    """Return the server's command line. Later arguments win, so `vllm_args` can change any."""
     config = AutoConfig.from_pretrained(model)
     on_cpu = not torch.cuda.is_available()
     options = VLLMOptions(
@@ -113,7 +113,7 @@ def serve_command(
 
 
 def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: weights can be sent to it, and it finds this package."""
+    """Return the server's environment: it accepts weights and finds this package."""
     package = str(Path(agent_vllm.__file__).parents[1])
     paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
     defaults = {} if torch.cuda.is_available() else _CPU_ENVIRONMENT

@@ -1,9 +1,9 @@
-"""Keeps the process that hosts vLLM as it was.
+"""Keep vLLM from changing the process that hosts it.
 
-vLLM in a process replaces `torch.set_num_threads`, reseeds the global generators, edits the
-environment (which tools' subprocesses would inherit) and the exception hook, and draws from torch's
-global generator at every step. Invariant: the learner's random stream and the tools' environment
-are those of a process without vLLM.
+vLLM replaces `torch.set_num_threads`, reseeds the global generators, edits the environment (which
+tools' subprocesses would inherit) and the exception hook, and draws from torch's global generator
+at every step. Invariant: the learner's random stream and the tools' environment are those of a
+process without vLLM.
 """
 
 import os
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 @contextmanager
 def host_process_kept() -> Iterator[None]:
-    """For vLLM's start-up: everything it changes in the process is put back."""
+    """Restore everything that vLLM's start-up changes in the process."""
     environment, hook = dict(os.environ), sys.excepthook
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -45,7 +45,7 @@ def host_process_kept() -> Iterator[None]:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Torch's global generators, on the CPU and on the current GPU, are put back."""
+    """Restore torch's global generators, on the CPU and on the current GPU."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
