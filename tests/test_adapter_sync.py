@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapted import adapted
 from test_weight_sync import packed_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
 from agent_vllm.engines.learner import LearnerWeights
@@ -166,3 +167,20 @@ def test_d16_the_order_of_tensors_does_not_matter(agent, vllm_engine, monkeypatc
     train_a_step(model)
     vllm_engine.update_policy(model)
     assert gap(vllm_engine, model) <= TOLERANCE
+
+
+@pytest.mark.vllm
+def test_a_tied_head_comes_once_where_vllms_model_has_no_head(agent):
+    """Gemma 2: vLLM's class computes logits with the embedding and knows no `lm_head`."""
+    _, tokenizer = agent
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=32,
+        max_position_embeddings=256, sliding_window=256, attn_implementation="eager",
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    with VLLMRolloutEngine(model, tokenizer) as engine:
+        train_a_step(model)
+        engine.update_policy(model)
+        assert gap(engine, model) <= 1e-4

@@ -25,20 +25,17 @@ from agent_vllm.engines.learner import weights as weights_module
 from agent_vllm.errors import WeightSyncError
 
 
-def learner(tied=True):
+def learner(tied=True, **changes):
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=tied,
+            **{
+                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 8, "tie_word_embeddings": tied, **changes,
+            }
         )
-    )
+    )  # fmt: skip
 
 
 class Wrapper(torch.nn.Module):

@@ -96,3 +96,36 @@ def test_nccl_declares_what_it_will_send(agent):
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in LearnerWeights(agent[0]).tensors()]
     assert [name for name, _ in source] == [name for name, _, _ in declared]
+
+
+@pytest.mark.vllm
+def test_nccl_is_shut_down_once_and_anew_for_other_servers(agent, monkeypatch):
+    ended = []
+
+    class Engine:
+        def __init__(self, number):
+            self.number = number
+
+        def send_weights(self):
+            pass
+
+        def shutdown(self):
+            ended.append(self.number)
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    numbers = iter(range(9))
+    monkeypatch.setattr(
+        WeightTransferTrainerFactory, "trainer_init", lambda *_, **__: Engine(next(numbers))
+    )
+    transfer, weights = NcclTransfer(), LearnerWeights(agent[0])
+    transfer.close()
+    transfer.send(weights, Servers())
+    num_bytes = transfer.send(weights, Servers())
+    assert num_bytes == sum(tensor.nbytes for _, tensor in weights.tensors())
+    assert ended == []
+    transfer.send(weights, Servers(sizes={"http://b": 1}))
+    assert ended == [0]
+    transfer.close()
+    transfer.close()
+    assert ended == [0, 1]

@@ -22,6 +22,26 @@ def context_length(config: Any) -> int:
     return length
 
 
+def head_size(config: Any) -> int:
+    """Return the size of one attention head."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype of that name, such as "bfloat16"; a dtype stays as it is.
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'`dtype` must be a dtype or its name, such as "bfloat16", got {dtype!r}.')
+    return found
+
+
 def model_sizes(config: Any) -> dict[str, Any]:
     """Return the sizes that identify a model's shape, under the config's own names."""
     text = config.get_text_config()

@@ -107,7 +107,7 @@ async def _dev_config(client: ServerClient) -> dict[str, Any]:
 
 
 async def _drop_update(client: ServerClient) -> None:
-    """End an update that an earlier trainer left unfinished; the model has no weights until then."""
+    """End an update that an earlier trainer left unfinished; until then there are no weights."""
     with suppress(RefusedError):  # vLLM drops an update that fails, and this one is not complete
         await client.update({"is_complete": True})
         await client.finish_update(UNFINISHED)

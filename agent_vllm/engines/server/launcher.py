@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 import agent_vllm
-from agent_vllm.engines.models import context_length
+from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import VLLMServerError
@@ -92,7 +92,7 @@ def serve_command(
     config = AutoConfig.from_pretrained(model)
     on_cpu = not torch.cuda.is_available()
     options = VLLMOptions(
-        dtype=_dtype(dtype or config.dtype or "float32"),
+        dtype=to_dtype(dtype or config.dtype or "float32"),
         max_model_len=max_model_len or context_length(config),
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -132,10 +132,6 @@ def _vllm_serve(model: str) -> list[str]:
         module = "vllm.entrypoints.launchers.api_server.entry"
         return [sys.executable, "-m", module, "--model", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
+from agent_vllm.engines.models import head_size
 from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
+from agent_vllm.errors import UnsupportedModelError
 
 UNPACKED_LIMIT = 16 << 20
 """Bytes of weights of a small model. Measured: up to this size sampling is as fast without packing,
@@ -23,6 +26,23 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def check_head_size(config: PreTrainedConfig) -> None:
+    """Check that vLLM's CPU attention has the model's head size.
+
+    Raises:
+        UnsupportedModelError: names the size and those that it has.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = head_size(config), CPUAttentionBackend.get_supported_head_sizes()
+    uses_latents = hasattr(config.get_text_config(), "kv_lora_rank")  # its heads are not cached
+    if size not in sizes and not uses_latents:
+        raise UnsupportedModelError(
+            f"The model's attention heads must have a size of {sizes} for vLLM on a CPU, got "
+            f'{size}. Use the torch engine (rollout_engine="torch").'
+        )
 
 
 def skip_rank_compilation() -> None:

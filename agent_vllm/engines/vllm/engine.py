@@ -27,7 +27,7 @@ from agent_vllm.engines.learner import (
     check_shapes,
     model_source,
 )
-from agent_vllm.engines.models import context_length
+from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.engines.vllm.stepper import VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError
@@ -46,7 +46,7 @@ class VLLMRolloutEngine(RolloutEngine):
     Args:
         model: a causal language model, or a path or id to load one from.
         tokenizer: its tokenizer; default is the one at the path.
-        dtype: of the engine's weights; default is the model's.
+        dtype: of the engine's weights, or its name; default is the model's.
         max_model_len: prompt and completion together; default is the model's own context.
         max_num_seqs: sequences sampled at once; others queue.
         gpu_memory_utilization: share of the GPU that vLLM may take; the learner needs the rest.
@@ -72,7 +72,7 @@ class VLLMRolloutEngine(RolloutEngine):
         model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
         gpu_memory_utilization: float = 0.3,
@@ -99,7 +99,7 @@ class VLLMRolloutEngine(RolloutEngine):
             seed=seed,
         )
         self._shapes = source.shapes
-        self._dtype = dtype or source.dtype
+        self._dtype = to_dtype(dtype or source.dtype)
         _check_head(source, self._dtype, engine_args or {})
         self._is_checked = False
         self._adapter_sync = adapter_sync

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def host_process_kept() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     os.environ.update(_ENVIRONMENT)
     try:
-        with random_state_kept(), warnings.catch_warnings():
+        with random_state_kept(), warnings.catch_warnings(), _stdout_with_fileno():
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own imports
             yield
     finally:
@@ -41,6 +41,18 @@ def host_process_kept() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _stdout_with_fileno() -> Iterator[None]:
+    """Give vLLM a stdout with a file descriptor; captured output and notebooks may have none."""
+    try:
+        sys.stdout.fileno()
+    except (OSError, AttributeError):
+        with open(os.devnull, "w") as devnull, redirect_stdout(devnull):
+            yield
+    else:
+        yield
 
 
 @contextmanager

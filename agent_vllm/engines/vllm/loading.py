@@ -13,6 +13,8 @@ import torch
 from agent_vllm.engines.vllm import cpu
 from agent_vllm.errors import WeightSyncError
 
+_HEAD = "lm_head.weight"
+
 
 def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Load by vLLM's layer-wise reload, or by copying if vLLM has packed nothing.
@@ -21,6 +23,8 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         WeightSyncError: names the parameters that got no weights.
     """
     model = llm.model_executor.driver_worker.model_runner.get_model()
+    if _lacks_tied_head(model, llm.model_config.hf_config):
+        weights = (named for named in weights if named[0] != _HEAD)
     names = {_loader_name(name) for name, _ in model.named_parameters()}
     is_unpacked = cpu.is_cpu() and cpu.is_unpacked(llm)
     with _loads_noted(model) as loaded:
@@ -37,6 +41,12 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             f"vLLM loaded none of the learner's weights into {missing}. Its implementation of "
             "this model has other names; use the torch engine."
         )
+
+
+def _lacks_tied_head(model: Any, config: Any) -> bool:
+    """Return whether the head is tied and has no name in vLLM's model, as in Gemma 2."""
+    is_tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    return is_tied and not hasattr(model, _HEAD.removesuffix(".weight"))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from agent_vllm.engines.models import head_size
 from agent_vllm.engines.vllm.lora import lora_args
 
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
@@ -76,7 +77,6 @@ def _cpu_kv_cache_bytes(
 ) -> int:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+    token = 2 * text.num_hidden_layers * heads * head_size(config) * dtype.itemsize
     sequence = token * (max_model_len + 2 * _CPU_BLOCK_SIZE)
     return max(min(sequence * max_num_seqs, _CPU_KV_CACHE_LIMIT), 2 * sequence)

@@ -51,6 +51,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
 
         _prepare_architecture(source.config.architectures)
         if cpu.is_cpu():
+            cpu.check_head_size(source.config)
             cpu.skip_rank_compilation()
             if cpu.is_small(source.shapes, options.dtype):
                 stack.enter_context(cpu.unpacked_weights())
