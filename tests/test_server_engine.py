@@ -172,7 +172,7 @@ def update_in_flight(engine, model, servers):
         target=lambda: completions.extend(asyncio.run(generate_long(engine)))
     )
     rollout.start()
-    eventually(lambda: all(server.tasks for server in engine._fleet.servers), 60.0)
+    eventually(lambda: all(server.tasks for server in engine._fleet.members.servers), 60.0)
     time.sleep(0.3)  # what is cut has to have begun
     engine.update_policy(model)
     rollout.join()

@@ -9,6 +9,7 @@ from fake_vllm import DROP, HANG, TOKEN, Status, completion, eventually, fake_se
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import create_rollout_engine
+from agent_vllm.engines.server.weight_transfer import BACKENDS, MEMORY_BACKEND, MemoryTransfer
 from agent_vllm.errors import EngineError, WeightSyncError
 
 GENERATE = "/inference/v1/generate"
@@ -202,9 +203,23 @@ def test_a_dead_server_is_told_of_once_where_another_process_sends_the_weights(
     with caplog.at_level(logging.WARNING):
         for version, label in enumerate(["first", "second", "third"]):
             alive.name_weights(label)
-            engine._thread.call(engine._fleet.adopt(version, label))
+            engine._thread.call(engine._fleet.gate.adopt(version, label))
             assert generate(engine).token_ids == [TOKEN] * 3
     assert [f"{dead.url} is out" in message for message in caplog.messages] == [True]
+
+
+def test_closing_the_engine_shuts_its_weight_transfer_down(build, servers, monkeypatch):
+    closed = []
+
+    class Noted(MemoryTransfer):
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setitem(BACKENDS, MEMORY_BACKEND, Noted)
+    engine = build(servers[0])
+    assert closed == []
+    engine.close()
+    assert len(closed) == 1
 
 
 def test_a_cache_that_is_not_reset_fails_the_update(build, servers, agent_path):

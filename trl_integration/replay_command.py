@@ -19,7 +19,6 @@ from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajec
 if TYPE_CHECKING:
     from trl_integration.rescore import Rescored, RescoringTrainer
 
-HELP = "rewards, tensors and loss of recorded rollouts, without an engine"
 _MAX_LISTED = 20
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps")
 

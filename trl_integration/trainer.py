@@ -20,7 +20,7 @@ from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
-from agent_vllm.engines.learner.peft import runs_as_reference
+from agent_vllm.engines.learner import runs_as_reference
 from agent_vllm.environments import Factory, user_suffix_ids
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact

@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -66,14 +66,15 @@ class RolloutResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """What an engine has done since it was built; the difference of two is what lies between."""
+    """Counts of what an engine has done since it was built."""
 
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of them, taken from the prefix cache
+    num_cached_tokens: int = 0  # of these, found in the prefix cache
     num_steps: int = 0
-    num_waiting: int = 0  # requests that had no place yet, added up over the steps
+    num_waiting: int = 0  # queued requests, summed over the steps
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
+        """Return the counts since an earlier reading."""
         return EngineStats(
             num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
@@ -95,8 +96,8 @@ class RolloutEngine(ABC):
         seed: of the seeds given to requests that bring none.
 
     Attributes:
-        policy_version: how many updates there were.
-        num_synced_bytes: what the latest update gave the engine, if it was not shared.
+        policy_version: number of updates so far. Only the engine changes it.
+        num_synced_bytes: bytes that the latest update sent; 0 if the module is shared.
     """
 
     def __init__(
@@ -124,36 +125,27 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _load_weights(self, model: PreTrainedModel) -> None:
-        """Make the learner's current weights the engine's; drop every cache made with others."""
-
-    def _counted(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same weights; their bytes are counted as those of this update."""
-        self.num_synced_bytes = 0
-        for name, tensor in weights:
-            self.num_synced_bytes += tensor.nbytes
-            yield name, tensor
+        """Load the learner's current weights; drop every cache made with older ones."""
 
     @property
     def death(self) -> str | None:
-        """Why the engine answers nobody any more; None while it lives."""
+        """Why the engine is dead, or None while it is alive."""
         return None
 
     def stats(self) -> EngineStats | None:
-        """Counters for metrics; None where the engine keeps none."""
+        """Return counters for metrics, or None if the engine keeps none."""
         return None
 
     def sleep(self) -> None:
-        """Give memory back until the next update.
+        """Free GPU memory until the next update.
 
         Raises:
-            EngineError: this engine has none to give.
+            EngineError: this engine can't.
         """
         raise EngineError(f"A {type(self).__name__} can't sleep.")
 
     def close(self) -> None:  # noqa: B027 - there may be nothing to free
-        """Free what the engine holds. Closing twice is fine, and so is closing a dead engine."""
+        """Free what the engine holds. Closing twice, or closing a dead engine, is fine."""
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +225,7 @@ class RolloutEngine(ABC):
         return self._seeds.getrandbits(31)
 
     def update_policy(self, model: PreTrainedModel) -> int:
-        """The learner's current weights become the engine's; the learner is only read.
+        """Load the learner's current weights into the engine. The learner is only read.
 
         Returns:
             The new `policy_version`.
@@ -243,7 +235,16 @@ class RolloutEngine(ABC):
             EngineBusyError: requests are in flight.
         """
         self._load_weights(model)
-        self.policy_version += 1
+        return self.advance_policy_version()
+
+    def advance_policy_version(self, to_at_least: int | None = None) -> int:
+        """Count an update whose weights the engine does not hold yet; return the new version.
+
+        Args:
+            to_at_least: raise the version to this one instead, if it is lower.
+        """
+        floor = self.policy_version + 1 if to_at_least is None else to_at_least
+        self.policy_version = max(self.policy_version, floor)
         return self.policy_version
 
     def rollout(

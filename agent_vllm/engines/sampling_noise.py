@@ -1,8 +1,8 @@
-"""The noise that tokens are drawn with: one stream a request, begun by its seed.
+"""Draw the noise that tokens are sampled with: one stream per request, started by its seed.
 
-A token is the argmax of p / e with one e ~ Exp(1) for each token of the vocabulary, which is a draw
-from p. Invariant: a request's noise depends on its seed and on how many tokens it has drawn, not on
-what else is in the batch; every engine on a CPU draws the same.
+A token is the argmax of p / e with one e ~ Exp(1) per token of the vocabulary, which is a draw from
+p. Invariant: a request's noise depends only on its seed and on how many tokens it has drawn. All
+engines on a CPU draw the same.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NoiseStream = np.random.Generator | torch.Generator
 
 
 def noise_stream(seed: int, device: torch.device) -> NoiseStream:
-    """On a CPU numpy draws: it takes a third of torch's time."""
+    """Start a request's stream. On a CPU numpy draws it, in a third of torch's time."""
     if device.type == "cpu":
         return np.random.default_rng(seed % 2**64)
     return torch.Generator(device).manual_seed(seed)
@@ -24,7 +24,7 @@ def noise_stream(seed: int, device: torch.device) -> NoiseStream:
 def draw_noise(
     streams: Sequence[NoiseStream | None], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Each stream's next draws, `[B, V]` float32; ones, which are no noise, where there is none."""
+    """Return each stream's next draws, `[B, V]` float32; ones, which are no noise, for None."""
     shape = (len(streams), vocab_size)
     if device.type != "cpu":
         noise = torch.ones(shape, device=device)

@@ -1,8 +1,8 @@
-"""TorchRolloutEngine: plain PyTorch sampling, the reference that tests trust.
+"""TorchRolloutEngine: plain PyTorch sampling, the reference that tests compare against.
 
-Owns a readable generation loop over a batch with a key/value cache. It generates in whole batches:
-what arrives while one is running waits for the next. Invariant: a row's tokens depend on its own
-prompt and seed alone, and its logprobs are those of the distribution it was sampled from.
+Owns a readable generation loop over a batch with a key/value cache. It generates whole batches:
+requests that arrive during one wait for the next. Invariant: a row's tokens depend only on its own
+prompt and seed, and its logprobs are those of the distribution it was sampled from.
 
 Legend: B rows alive, P padded prompt, V vocabulary.
 """
@@ -29,15 +29,14 @@ from transformers.generation.logits_process import (
 from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import HANG_S, StepDriver
-from agent_vllm.engines.learner.sharding import is_sharded, plain_class
-from agent_vllm.engines.learner.weights import (
-    check_weights,
-    module_shapes,
-    module_weights,
-    plain_model,
-    weight_shapes,
+from agent_vllm.engines.learner import (
+    LearnerWeights,
+    check_shapes,
+    model_source,
+    own_config,
+    plain_class,
 )
-from agent_vllm.engines.models import context_length, evaluating, model_source, own_config
+from agent_vllm.engines.models import context_length, evaluating
 from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
 from agent_vllm.engines.vllm.host_state import random_state_kept
 from agent_vllm.logprobs import gather_logprobs
@@ -47,17 +46,17 @@ from agent_vllm.types import Completion
 class TorchRolloutEngine(RolloutEngine):
     """Samples from a transformers model in this process.
 
-    Built from a model, it shares that module, adapters and all: an update costs nothing. It
-    generates in eval mode and puts the model's mode back. A sharded learner can't be run inside of
-    a rollout, where ranks go their own ways: of such the engine keeps a whole copy.
+    Built from a model, it shares that module, adapters included, so an update costs nothing. It
+    generates in eval mode and restores the model's mode. A sharded learner can't run inside a
+    rollout, where ranks don't meet, so the engine keeps a whole copy of it.
 
     Args:
         model: a causal language model, or a path or id to load one from.
-        tokenizer: its tokenizer; loaded from the path when left out.
+        tokenizer: its tokenizer; default is the one at the path.
         max_model_len: prompt and completion together; default is the model's own context.
-        max_batch_size: rows generated side by side; fewer once a batch ran out of memory.
-        seed: of requests that bring no seed.
-        hang_s: seconds without a token after which the engine is given up as dead; None: never.
+        max_batch_size: rows generated at once; halved when a batch runs out of memory.
+        seed: for requests without a seed.
+        hang_s: seconds without a token after which the engine counts as dead; None disables it.
 
     Example:
 
@@ -91,8 +90,9 @@ class TorchRolloutEngine(RolloutEngine):
         self._shapes = source.shapes
         self._copy: PreTrainedModel | None = None
         self._driver = StepDriver("torch rollout engine", hang_s=hang_s)
+        runnable = self._runnable(LearnerWeights(model))
         self._batch = _WholeBatches(
-            self._runnable(model), self.tokenizer, max_batch_size, self._driver.note_progress
+            runnable, self.tokenizer, max_batch_size, self._driver.note_progress
         )
         self._driver.attach(self._batch)
 
@@ -101,30 +101,21 @@ class TorchRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        if plain_model(model) is not self._batch.model:
-            check_weights(self._shapes, weight_shapes(model))
-        self._driver.call(lambda: setattr(self._batch, "model", self._runnable(model)))
+        weights = LearnerWeights(model)
+        if weights.model is not self._batch.model:
+            check_shapes(self._shapes, weights.shapes)
+        self._driver.call(lambda: setattr(self._batch, "model", self._runnable(weights)))
 
-    def _runnable(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The learner's own module, or where it is sharded the engine's copy of it."""
-        plain = plain_model(model)
+    def _runnable(self, weights: LearnerWeights) -> PreTrainedModel:
+        """Return the learner's own module, or the engine's filled copy if it is sharded."""
         self.num_synced_bytes = 0
-        if not is_sharded(plain):
-            return plain
+        if not weights.is_sharded:
+            return weights.model
         if self._copy is None:
-            self._copy = _like(plain)
-        self._fill(self._copy, plain)
+            self._copy = _like(weights.model)
+        _fill(self._copy, weights)
+        self.num_synced_bytes = weights.num_bytes_read
         return self._copy
-
-    @torch.no_grad()
-    def _fill(self, copy: PreTrainedModel, learner: PreTrainedModel) -> None:
-        own = copy.state_dict()
-        check_weights(
-            {name: tensor.shape for name, tensor in own.items()},
-            module_shapes(learner),
-        )
-        for name, tensor in self._counted(module_weights(learner)):
-            own[name].copy_(tensor)
 
     @property
     def death(self) -> str | None:
@@ -134,8 +125,19 @@ class TorchRolloutEngine(RolloutEngine):
         self._driver.close()
 
 
+@torch.no_grad()
+def _fill(copy: PreTrainedModel, weights: LearnerWeights) -> None:
+    own, given = copy.state_dict(), weights.module_meta
+    check_shapes(
+        {name: tensor.shape for name, tensor in own.items()},
+        {name: tensor.shape for name, tensor in given.items()},
+    )
+    for name, tensor in weights.module_tensors():
+        own[name].copy_(tensor)
+
+
 def _like(learner: PreTrainedModel) -> PreTrainedModel:
-    """A whole model of the learner's kind, on its device; weights follow."""
+    """Make a whole model of the learner's class on its device, without the weights."""
     with random_state_kept():
         model = plain_class(learner)._from_config(  # type: ignore[attr-defined]
             own_config(learner),
@@ -146,7 +148,7 @@ def _like(learner: PreTrainedModel) -> PreTrainedModel:
 
 
 class _WholeBatches:
-    """The driver's engine: every step generates all that waits, to the end."""
+    """The driver's engine: each step samples all waiting requests to their end."""
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ class _WholeBatches:
             with evaluating(self.model):
                 rows = _generate(self.model, self._tokenizer, batch, self._note_progress)
         except torch.OutOfMemoryError:
-            self._max_batch_size = max(len(batch) // 2, 1)  # they will be asked for again
+            self._max_batch_size = max(len(batch) // 2, 1)  # they are retried
             raise
         self._waiting = self._waiting[self._max_batch_size :]
         return [(row.request, row.completion(self.policy_version)) for row in rows]
@@ -214,7 +216,7 @@ def _generate(
     requests: list[GenerationRequest],
     note_progress: Callable[[], None],
 ) -> list[_RowState]:
-    """Sample every request to its end; rows leave the batch as they finish."""
+    """Sample every request to its end. Rows leave the batch as they finish."""
     device = next(model.parameters()).device
     rows = [_RowState(request=r, noise=noise_stream(r.seed, device)) for r in requests]
     alive = list(rows)
@@ -247,7 +249,7 @@ def _generate(
 
 
 def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
-    """One token for each row, `[B]`; notes it in the row with its logprob."""
+    """Sample one token per row, `[B]`, and add it to the row with its logprob."""
     scaled = torch.stack(
         [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
     )
@@ -262,7 +264,7 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
 
 
 def _scale(logits: torch.Tensor, request: GenerationRequest) -> torch.Tensor:
-    """Logits `[V]` of the distribution that is sampled from, float32; -inf where it is cut off."""
+    """Return float32 logits `[V]` of the sampled distribution; -inf for tokens that are cut off."""
     scaled = logits.float() / (request.sampling.temperature or 1.0)
     warpers = LogitsProcessorList()
     if request.sampling.top_k:

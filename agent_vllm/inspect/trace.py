@@ -14,7 +14,6 @@ from typing import Any
 from agent_vllm.record import RolloutRecord, batch_name, read_batches
 from agent_vllm.spans import merged
 
-HELP = "write recorded rollouts as a Chrome trace, for Perfetto"
 Event = dict[str, Any]
 
 

@@ -16,7 +16,6 @@ from agent_vllm.errors import EmptyRecordError
 from agent_vllm.record.reader import read_rollouts
 from agent_vllm.record.schema import RolloutRecord, check_record, to_json
 
-HELP = "write recorded rollouts as Parquet"
 _AS_JSON = ("messages", "rewards", "row", "token_texts", "tool_results", "spans")
 
 

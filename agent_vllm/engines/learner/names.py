@@ -1,9 +1,9 @@
-"""A learner's tensors as its checkpoint has them.
+"""Convert a learner's tensors to the names and shapes of its checkpoint.
 
-transformers packs some weights (a layer's experts in one tensor) and renames others when it loads
-a checkpoint; engines read checkpoints. Owns the way back, which is transformers' own, as
-`save_pretrained` goes it. Invariant: what is converted together is what can't be apart, so one
-tensor (or, where transformers joins several, their layer) is held at a time.
+transformers packs some weights (a layer's experts into one tensor) and renames others when it loads
+a checkpoint; engines read checkpoints. Owns the conversion back, which is the one that
+`save_pretrained` uses. Invariant: at most one tensor is held at a time, or one layer where
+transformers joins several tensors.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def checkpoint_units(model: PreTrainedModel, units: Iterable[WeightUnit]) -> list[WeightUnit]:
-    """The same weights under the names and in the shapes of the model's checkpoint."""
+    """Return the same weights with the names and shapes of the model's checkpoint."""
     units = list(units)
     before = _joined(units)
     after = revert_weight_conversion(model, before)
@@ -44,8 +44,8 @@ def _converts_alone(model: PreTrainedModel, unit: WeightUnit, whole: Tensors) ->
 
 
 def _converted(model: PreTrainedModel, units: list[WeightUnit]) -> WeightUnit:
-    def read() -> Tensors:
-        values = {name: tensor for unit in units for name, tensor in unit.read().items()}
+    def read(merged: bool) -> Tensors:
+        values = {name: tensor for unit in units for name, tensor in unit.read(merged).items()}
         return revert_weight_conversion(model, values)
 
     return WeightUnit(meta=revert_weight_conversion(model, _joined(units)), read=read)
@@ -60,7 +60,7 @@ def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
 
 
 def _layer(name: str) -> str:
-    """The name up to its first number: `model.layers.3` for all that is inside of that layer."""
+    """Return the name up to its first number, such as `model.layers.3`."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join(parts[: number + 1])

@@ -1,16 +1,17 @@
-"""PEFT adapters: the weights of the merged model, and the adapter by itself.
+"""Read PEFT learners: the weights of the merged model, and the adapter alone.
 
-Owns all that is known of PEFT here. Merging is out of place: PEFT's own layer does it on a twin
-whose tensors are copies. Invariant: the learner's base weights are bit-identical afterwards, and
-it is as unmerged as it was.
+Owns everything specific to PEFT. Merging is out of place: PEFT's own layer merges a twin whose
+tensors are copies. Invariant: the learner's base weights stay bit-identical, and the learner stays
+unmerged.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from agent_vllm.engines.learner.sharding import WeightUnit, full_tensor, plain_class, unwrapped
 from agent_vllm.errors import WeightSyncError
@@ -18,11 +19,11 @@ from agent_vllm.errors import WeightSyncError
 Walk = Callable[[torch.nn.Module, str], Iterator[WeightUnit]]
 
 
-def base_model(model: Any) -> torch.nn.Module:
-    """The plain model inside of wrappers and PEFT's.
+def plain_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside all wrappers, PEFT's included.
 
     Raises:
-        WeightSyncError: the adapter is no change of weights, as with prompt tuning.
+        WeightSyncError: the adapter does not change weights (prompt tuning), or FSDP1 is used.
     """
     model = unwrapped(model)
     while _is_peft("PeftModel", model):
@@ -37,28 +38,21 @@ def base_model(model: Any) -> torch.nn.Module:
     return model
 
 
-def has_adapters(model: torch.nn.Module) -> bool:
-    return any(is_adapted(module) for module in model.modules())
-
-
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether PEFT has put this module around one of the model's."""
+    """Return whether this module is a PEFT wrapper around one of the model's modules."""
     return _is_peft("tuners.tuners_utils.BaseTunerLayer", module) or _is_peft(
         "utils.AuxiliaryTrainingWrapper", module
     )
 
 
-def adapted_units(
-    module: Any, prefix: str, walk: Walk, *, merged: bool = True
-) -> Iterator[WeightUnit]:
-    """What an adapted module comes to under the plain module's name.
+def adapted_units(module: Any, prefix: str, walk: Walk) -> Iterator[WeightUnit]:
+    """Yield an adapted module's weights under the plain module's names.
 
     Args:
-        walk: the units of a module inside of it.
-        merged: with the active adapters, or the base alone.
+        walk: yields the units of a module inside it.
 
     Raises:
-        WeightSyncError: PEFT can't say it as weights.
+        WeightSyncError: PEFT can't express the module as weights.
     """
     if _is_peft("utils.ModulesToSaveWrapper", module):
         yield from walk(_in_use(module), prefix)
@@ -67,16 +61,28 @@ def adapted_units(
             f"{prefix[:-1]} is wrapped in {type(module).__name__}, which is not supported. Train "
             "it whole (`modules_to_save`) or by LoRA."
         )
-    elif not merged or module.disable_adapters or not _unmerged(module):
+    elif module.disable_adapters or not _unmerged(module):
         yield from walk(module.get_base_layer(), prefix)
     else:
-        base = list(walk(module.get_base_layer(), prefix))
-        meta = {name: tensor for unit in base for name, tensor in unit.meta.items()}
-        yield WeightUnit(meta=meta, read=lambda: _merged(module, prefix, walk))
+        yield _mergeable_unit(module, prefix, walk)
+
+
+def _mergeable_unit(layer: Any, prefix: str, walk: Walk) -> WeightUnit:
+    base = list(walk(layer.get_base_layer(), prefix))
+
+    def read(merged: bool) -> dict[str, torch.Tensor]:
+        return _merged(layer, prefix, walk) if merged else _values(base)
+
+    meta = {name: tensor for unit in base for name, tensor in unit.meta.items()}
+    return WeightUnit(meta=meta, read=read)
+
+
+def _values(units: Iterable[WeightUnit]) -> dict[str, torch.Tensor]:
+    return {name: tensor for unit in units for name, tensor in unit.read(True).items()}
 
 
 def _in_use(wrapper: Any) -> torch.nn.Module:
-    """The copy that the wrapper's forward runs: the active adapter's, or else the original."""
+    """Return the copy that the wrapper's forward runs: the active adapter's or the original."""
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     if wrapper.disable_adapters or not active:
         return wrapper.original_module
@@ -84,14 +90,14 @@ def _in_use(wrapper: Any) -> torch.nn.Module:
 
 
 def runs_as_reference(model: torch.nn.Module) -> bool:
-    """Whether the trained adapter is switched off for TRL's reference model, or its copy on."""
-    layers = [layer for _, layer in _adapted_modules(base_model(model))]
+    """Return whether the model now runs as TRL's reference: adapter off, or its frozen copy on."""
+    layers = [layer for _, layer in _adapted_modules(plain_model(model))]
     return any(layer.disable_adapters or layer.active_adapters == ["ref"] for layer in layers)
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the model's head is its embedding, as it stands with its adapters."""
-    plain: Any = base_model(model)
+    """Return whether the head and the embedding share a weight, adapters considered."""
+    plain: Any = plain_model(model)
     embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
     return head is not None and _weight(embedding) is _weight(head)
 
@@ -118,11 +124,11 @@ def _merged(layer: Any, prefix: str, walk: Walk) -> dict[str, torch.Tensor]:
         inner = inner.base_layer
     for each in reversed(chain):
         each.merge(adapter_names=_unmerged(each))
-    return {name: tensor for unit in walk(inner, prefix) for name, tensor in unit.read().items()}
+    return _values(walk(inner, prefix))
 
 
 def _twin(module: torch.nn.Module) -> Any:
-    """The same module over whole copies of its tensors, bound to nothing of the learner's."""
+    """Return the module over whole copies of its tensors, sharing none with the learner."""
     twin = object.__new__(plain_class(module))
     twin.__dict__.update(
         {k: copy.copy(v) if type(v) in (dict, list, set) else v for k, v in vars(module).items()}
@@ -141,12 +147,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
 
 
-# ---- the adapter by itself ----
+# ---- the adapter alone ----
 
 
-def why_not_alone(model: torch.nn.Module) -> str | None:
-    """Why the learner can't be told by its base and a LoRA adapter; None where it can."""
-    base = base_model(model)
+def why_not_adapter_only(model: torch.nn.Module) -> str | None:
+    """Return why the adapter alone does not describe what is trained, or None if it does."""
+    base = plain_model(model)
     layers = dict(_adapted_modules(base))
     if not layers:
         return "it has no adapter"
@@ -181,29 +187,29 @@ def _lora_parameters(layer: Any) -> list[torch.nn.Parameter]:
 
 
 def adapter_rank(model: torch.nn.Module) -> int:
-    """The largest rank of the active LoRA adapter; no collective call."""
-    layers = [layer for _, layer in _adapted_modules(base_model(model))]
+    """Return the largest rank of the active LoRA adapter, without a collective call."""
+    layers = [layer for _, layer in _adapted_modules(plain_model(model))]
     return max(layer.r[name] for layer in layers for name in layer.active_adapters)
 
 
-def adapter_alone(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The active LoRA adapter by itself; a collective call where the learner is sharded.
+def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the active LoRA adapter. A collective call if the learner is sharded.
 
     Returns:
-        Copies of `<layer>.lora_A.weight` `[r, in]` and `<layer>.lora_B.weight` `[out, r]` by the
-        base model's plain names; each layer's scaling is in its B.
+        Copies of `<layer>.lora_A.weight` `[r, in]` and `<layer>.lora_B.weight` `[out, r]` under the
+        base model's plain names. B includes the layer's scaling.
 
     Raises:
-        WeightSyncError: the adapter is not all that is trained, or no plain LoRA.
+        WeightSyncError: more than the adapter is trained, or it is not plain LoRA.
     """
-    reason = why_not_alone(model)
+    reason = why_not_adapter_only(model)
     if reason is not None:
         raise WeightSyncError(
             f"The adapter can't be sent by itself: {reason}. Send the merged weights "
             '(`adapter_sync="merged"`).'
         )
     tensors = {}
-    for name, layer in _adapted_modules(base_model(model)):
+    for name, layer in _adapted_modules(plain_model(model)):
         (active,) = (key for key in layer.active_adapters if key in layer.lora_A)
         a, b = (full_tensor(p) for p in _lora_parameters(layer))
         tensors[f"{name}.lora_A.weight"] = a.clone()  # the engine keeps it
@@ -212,7 +218,7 @@ def adapter_alone(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _adapted_modules(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Adapted modules by their plain names."""
+    """Yield the adapted modules with their plain names."""
     module = unwrapped(module)
     if is_adapted(module):
         yield prefix[:-1], module
@@ -223,7 +229,7 @@ def _adapted_modules(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _is_peft(path: str, module: object) -> bool:
-    """Whether the object is of that class of PEFT's; PEFT is loaded if one is."""
+    """Return whether the object is of that PEFT class, without importing PEFT."""
     found: Any = sys.modules.get("peft")
     for part in path.split("."):
         found = getattr(found, part, None)

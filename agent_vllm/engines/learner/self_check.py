@@ -1,7 +1,7 @@
-"""After the first sync of a run: does the engine sample from the learner's distribution?
+"""Check after a run's first sync that the engine samples from the learner's distribution.
 
-Owns what is sampled for that and how far apart the two may be. Invariant: an engine on other
-weights than the learner's doesn't pass.
+Owns which prompts are sampled and how far apart the logprobs may be. Invariant: an engine with
+other weights than the learner's fails.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from agent_vllm.errors import WeightSyncError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.types import Completion
 
-_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 a token
+_TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 per token
 _TOLERANCE_HALF = 0.5
 
 
@@ -27,14 +27,15 @@ def check_against_learner(
     dtype: torch.dtype,
     num_prompts: int = 2,
 ) -> None:
-    """Compare logprobs of a few sampled tokens with the learner's.
+    """Compare the logprobs of a few sampled tokens with the learner's.
 
     Args:
-        sample: the engine, asked for a completion of each request.
+        model: the learner's transformers model; not sharded.
+        sample: samples one completion per request with the engine.
         dtype: of the engine's weights.
 
     Raises:
-        WeightSyncError: they are further apart than rounding explains.
+        WeightSyncError: the difference is larger than rounding explains.
     """
     gap = gap_to(model, sample, vocab_size, num_prompts)
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_HALF)
@@ -52,7 +53,7 @@ def gap_to(
     vocab_size: int,
     num_prompts: int,
 ) -> float:
-    """Largest distance of a sampled logprob from the learner's, over a few random prompts."""
+    """Return the largest difference of a sampled logprob from the learner's, in nats."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab_size, (num_prompts, 8), generator=generator).tolist()
     requests = [

@@ -1,7 +1,7 @@
-"""One `vllm serve` process over HTTP: its routes by name, its answers as values.
+"""Call one `vllm serve` process over HTTP.
 
-Owns the words of vLLM's protocol and the time that each call may take. Knows nothing of other
-servers. Invariant: every call ends in time, and its error names the call and the server.
+Owns the names of vLLM's routes and the timeout of each call. Knows nothing of other servers.
+Invariant: every call ends in time, and its error names the call and the server.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one request came to; with "abort" it was cut by a pause of the server."""
+    """The answer to one request; "abort" means that a pause of the server cut it."""
 
     token_ids: list[int]  # [N]
     logprobs: list[float]  # [N]
@@ -47,11 +47,11 @@ class Answer:
 
 
 class ServerClient:
-    """Calls one server. Lives on the event loop of its session.
+    """Client of one server, on the event loop of its session.
 
     Args:
         base_url: such as "http://127.0.0.1:8000".
-        request_timeout_s: of one generation, waiting included.
+        request_timeout_s: for one generation, queueing included.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class ServerClient:
     # ---- generation ----
 
     async def generate(self, request: GenerationRequest) -> Answer:
-        """Sample one sequence, under an id of its own however often it is asked for.
+        """Sample one sequence. Every call uses a new request id.
 
         Raises:
-            NoAnswerError, RefusedError: as every call.
-            EngineError: the answer is no completion.
+            NoAnswerError, RefusedError: as for every call.
+            EngineError: the answer is not a completion.
         """
         body = await self.generate_json(request)
         try:
@@ -82,7 +82,7 @@ class ServerClient:
             ) from error
 
     async def generate_json(self, request: GenerationRequest, num_logprobs: int = 0) -> Any:
-        """The answer as it came; `num_logprobs` most likely tokens beside each sampled one."""
+        """Return the raw answer, with the `num_logprobs` most likely tokens per position."""
         return await self.post(
             "/inference/v1/generate",
             {
@@ -93,16 +93,10 @@ class ServerClient:
             timeout_s=self._request_timeout_s,
         )
 
-    # ---- what the server says of itself ----
-
-    async def version(self) -> str:
-        return (await self.get("/version"))["version"]
-
-    async def model(self) -> dict[str, Any]:
-        return (await self.get("/v1/models"))["data"][0]
+    # ---- information ----
 
     async def config(self) -> dict[str, Any]:
-        """vLLM's whole configuration; only with `VLLM_SERVER_DEV_MODE=1`."""
+        """Return vLLM's whole configuration. Needs `VLLM_SERVER_DEV_MODE=1`."""
         info = await self.get("/server_info", params={"config_format": "json"})
         return info["vllm_config"]
 
@@ -111,17 +105,17 @@ class ServerClient:
         return answer["tokens"]
 
     async def weight_version(self) -> str:
-        """The label of its weights; "default" for those it was started with."""
+        """Return the label of its weights; "default" for those it was started with."""
         return (await self.get("/weight_info"))["weight_version"]
 
     # ---- weights ----
 
     async def pause(self) -> None:
-        """Schedule nothing more; what runs ends at once with what it has."""
+        """Schedule nothing more; running requests end at once with what they have."""
         await self.post("/pause", params={"mode": "abort"})
 
     async def abort_all(self) -> None:
-        """End what was queued while the server was paused."""
+        """Abort requests that were queued while the server was paused."""
         await self.post("/abort_requests", {})
 
     async def resume(self) -> None:
@@ -180,7 +174,7 @@ class ServerClient:
 
 
 def sampling_params(request: GenerationRequest) -> dict[str, Any]:
-    """The fields of vLLM's `SamplingParams` that make a server sample as the other engines do."""
+    """Return fields of vLLM's `SamplingParams`, so that a server samples as other engines do."""
     return {
         "temperature": request.sampling.temperature,
         "top_p": request.sampling.top_p,
@@ -210,7 +204,7 @@ def _answer(body: dict[str, Any]) -> Answer:
 
 
 class ClientThread:
-    """An event loop with its connections, on a thread of its own: rollouts run on many loops."""
+    """An event loop for the connections, on its own thread: rollouts run on many loops."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -221,7 +215,7 @@ class ClientThread:
         self.session = self.call(_new_session())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine there; cancelling the future cancels it.
+        """Start a coroutine on the loop; cancelling the future cancels it.
 
         Raises:
             EngineError: the thread has ended.
@@ -232,11 +226,11 @@ class ClientThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result."""
+        """Run a coroutine on the loop and return its result."""
         return self.submit(work).result()
 
     def close(self) -> None:
-        """Cancel what still runs, close the connections (which aborts their requests), and end."""
+        """Cancel all tasks, close the connections (which aborts their requests), end the thread."""
         if self._loop.is_closed():
             return
         self.call(self._end())
@@ -253,6 +247,6 @@ class ClientThread:
 
 
 async def _new_session() -> aiohttp.ClientSession:
-    # vLLM ends connections that were idle for 5 s; one that ends as a call goes out fails the call
+    # vLLM closes connections after 5 s idle; closing one just as a call goes out fails the call
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     return aiohttp.ClientSession(connector=connector)

@@ -1,8 +1,8 @@
 """VLLMServerRolloutEngine: vLLM in processes of its own, reached over HTTP.
 
 Owns the engine that users see and the order of a weight update. `fleet.py` sends requests,
-`handshake.py` says what a server must be, `weight_transfer.py` moves weights. Invariant: a
-request goes only to servers that hold the weights of the last learner the engine was given.
+`handshake.py` checks servers, `weight_transfer.py` sends weights. Invariant: a request goes only to
+servers that hold the weights of the last learner that the engine was given.
 """
 
 import asyncio
@@ -18,13 +18,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
-from agent_vllm.engines.learner.self_check import check_against_learner
-from agent_vllm.engines.learner.sharding import is_sharded
-from agent_vllm.engines.learner.weights import check_weights, plain_model, weight_shapes
-from agent_vllm.engines.models import model_source
+from agent_vllm.engines.learner import (
+    LearnerWeights,
+    check_against_learner,
+    check_shapes,
+    model_source,
+)
 from agent_vllm.engines.server.weight_transfer import (
     BACKENDS,
     UNFINISHED,
+    WeightTransfer,
     from_first_rank,
     is_first_rank,
     wait_for_all_ranks,
@@ -34,35 +37,36 @@ from agent_vllm.types import Completion
 
 if TYPE_CHECKING:  # they load an HTTP client, which other engines do without
     from agent_vllm.engines.server.client import ClientThread
-    from agent_vllm.engines.server.fleet import Fleet, InFlight, Server
+    from agent_vllm.engines.server.gate import InFlight
     from agent_vllm.engines.server.handshake import ServerFacts
+    from agent_vllm.engines.server.members import Members, Server
 
 
 class VLLMServerRolloutEngine(RolloutEngine):
     """Samples with one or more running `vllm serve` processes; `agent-vllm serve` starts one.
 
     All servers are checked before anything is sampled. Built from a model, the engine first sends
-    them that model's weights. Requests of one trajectory stay on one server; those of a server that
-    dies go on elsewhere, and it is taken back by the first update that reaches it. With several
-    learner processes each builds an engine over the same servers; the first sends the weights.
+    them that model's weights. Requests of one trajectory stay on one server. If a server dies, its
+    requests continue on another, and the next update that reaches it takes it back. With several
+    learner processes, each builds an engine over the same servers; the first sends the weights.
 
     Weights are sent as the servers' `--weight-transfer-config` says: `trainer_memory` on this
-    machine, `nccl` between GPUs. The latter has not been run.
+    machine, `nccl` between GPUs (experimental: not run).
 
     Args:
         model: a causal language model, or a path or id; what the servers serve.
-        tokenizer: its tokenizer; loaded from the path when left out.
+        tokenizer: its tokenizer; default is the one at the path.
         base_urls: the servers, such as `["http://127.0.0.1:8000"]`.
-        in_flight: what becomes of requests that an update finds on their way: `"continue"` (they
-            are cut where they are and go on under the new weights, `Completion.token_versions` says
-            where) or `"wait"` (the update waits for them).
+        in_flight: what an update does with requests in flight. `"continue"`: they are cut and
+            continue with the new weights; `Completion.token_versions` says where. `"wait"`: the
+            update waits for them.
         max_model_len: prompt and completion together; default is the servers'.
-        request_timeout_s: for one turn, waiting in the server included.
-        health_interval_s: seconds between two looks at a server that has requests.
-        seed: of requests that bring no seed.
+        request_timeout_s: for one turn, queueing in the server included.
+        health_interval_s: seconds between two health checks of a server that has requests.
+        seed: for requests without a seed.
 
     Raises:
-        VLLMServerError: a server can't be reached, isn't what is needed, or differs from another.
+        VLLMServerError: a server can't be reached, has other settings, or differs from another.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
         self._in_flight: InFlight = in_flight
         self._run = uuid.uuid4().hex[:8]
         self._is_checked = False
+        self._transfer: WeightTransfer | None = None
         self._thread = ClientThread()
         try:
             clients = [
@@ -104,12 +109,12 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 seed=seed,
             )
             self._transfer = BACKENDS[self._facts.backend]()
-            self._fleet.label = self._facts.weight_version
-            self._thread.submit(self._fleet.watch())
+            self._fleet.members.label = self._facts.weight_version
+            self._thread.submit(self._fleet.members.watch())
             if not isinstance(model, str | Path):
                 self._sync(model, version=0)
         except BaseException:
-            self._thread.close()
+            self.close()
             raise
 
     # ---- requests ----
@@ -131,8 +136,10 @@ class VLLMServerRolloutEngine(RolloutEngine):
         return self._fleet.stats
 
     def close(self) -> None:
-        """Let go of the servers, which run on; they are the user's own."""
+        """Close the connections and the weight transfer. The servers keep running."""
         self._thread.close()
+        if self._transfer is not None:
+            self._transfer.close()
 
     # ---- weights ----
 
@@ -140,17 +147,37 @@ class VLLMServerRolloutEngine(RolloutEngine):
         self._sync(model, version=self.policy_version + 1)
 
     def _sync(self, model: PreTrainedModel, version: int) -> None:
-        """Every learner process comes here: the first sends, and all leave together."""
+        """Send the weights from the first learner process; all processes return together."""
         wait_for_all_ranks()  # one of them may still be asking the servers something
-        check_weights(self._source.shapes, weight_shapes(model))
+        weights = LearnerWeights(model)
+        check_shapes(self._source.shapes, weights.shapes)
+        label = self._send_or_join(weights, version)
+        if not is_first_rank():
+            self._thread.call(self._fleet.gate.adopt(version, label))
+        if not self._is_checked and not weights.is_sharded:
+            check_against_learner(
+                weights.model,
+                self._sample_all,
+                vocab_size=self.vocab_size,
+                dtype=getattr(torch, self._facts.dtype),
+                num_prompts=2 * len(self._fleet.members.servers),  # some for each of them
+            )
+            self._is_checked = True
+
+    def _send_or_join(self, weights: LearnerWeights, version: int) -> str:
+        """Return the label of the weights, which is the first process's.
+
+        Raises:
+            WeightSyncError, EngineDeadError: on every rank, if the first could not send.
+        """
         label, error = f"{self._run}:{version}", None
         if is_first_rank():
             try:
-                self._send(model, version, label)
+                self._send(weights, version, label)
             except Exception as caught:  # raised once the other processes know of it
                 error = caught
         else:
-            self._transfer.join(model)
+            self._weight_transfer.join(weights)
         is_dead = isinstance(error, EngineDeadError)
         label, trouble, is_dead = from_first_rank((label, error and str(error), is_dead))
         if error is not None:
@@ -158,42 +185,38 @@ class VLLMServerRolloutEngine(RolloutEngine):
         if trouble is not None:
             raised = EngineDeadError if is_dead else WeightSyncError
             raise raised(f"The first process could not send the weights: {trouble}")
-        if not is_first_rank():
-            self._thread.call(self._fleet.adopt(version, label))
-        if not self._is_checked and not is_sharded(model):
-            check_against_learner(
-                plain_model(model),
-                self._sample_all,
-                vocab_size=self.vocab_size,
-                dtype=getattr(torch, self._facts.dtype),
-                num_prompts=2 * len(self._fleet.servers),  # each of them gets some
-            )
-            self._is_checked = True
+        return label
 
-    def _send(self, model: PreTrainedModel, version: int, label: str) -> None:
-        call, fleet, routes = self._thread.call, self._fleet, _Routes(self._thread, self._fleet)
+    def _send(self, weights: LearnerWeights, version: int, label: str) -> None:
+        call, members, gate = self._thread.call, self._fleet.members, self._fleet.gate
         try:
-            with self._joined_if_it_fails(model):
-                call(fleet.hold(self._in_flight))
-                call(fleet.take_back(self._check_again))
-                call(fleet.each(lambda server: server.client.name_weights(UNFINISHED)))
-            self.num_synced_bytes = self._transfer.send(model, routes)
-            call(fleet.each(lambda server: server.client.finish_update(label)))
-            call(fleet.reset_caches())
+            with self._joined_if_it_fails(weights):
+                call(gate.close(self._in_flight))
+                call(members.take_back(self._check_again))
+                call(members.each(lambda server: server.client.name_weights(UNFINISHED)))
+            routes = _Routes(self._thread, members)
+            self.num_synced_bytes = self._weight_transfer.send(weights, routes)
+            call(members.each(lambda server: server.client.finish_update(label)))
+            call(gate.reset_caches())
         except BaseException as error:
-            call(fleet.abandon(f"a weight update failed: {error}"))
+            call(gate.abandon(f"a weight update failed: {error}"))
             if isinstance(error, EngineError) and not isinstance(error, EngineDeadError):
                 raise WeightSyncError(f"The weights did not reach the servers: {error}") from error
             raise
-        call(fleet.go_on(version, label))
+        call(gate.open(version, label))
+
+    @property
+    def _weight_transfer(self) -> WeightTransfer:
+        assert self._transfer is not None
+        return self._transfer
 
     @contextmanager
-    def _joined_if_it_fails(self, model: PreTrainedModel) -> Iterator[None]:
-        """The other processes gather the weights, whatever happens here."""
+    def _joined_if_it_fails(self, weights: LearnerWeights) -> Iterator[None]:
+        """Join the gathers if the block fails, as the other processes take part in them anyway."""
         try:
             yield
         except BaseException:
-            self._transfer.join(model)
+            self._weight_transfer.join(weights)
             raise
 
     def _sample_all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -208,7 +231,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
         from agent_vllm.engines.server.handshake import check_agreement, check_server
 
         self._check = partial(check_server, source=self._source, max_model_len=max_model_len)
-        servers = self._fleet.servers
+        servers = self._fleet.members.servers
         facts = await asyncio.gather(*(self._check(server.client) for server in servers))
         check_agreement(facts, weights_stay=weights_stay)
         for server, its_facts in zip(servers, facts, strict=True):
@@ -222,11 +245,11 @@ class VLLMServerRolloutEngine(RolloutEngine):
 
 
 class _Routes:
-    """The fleet as `weight_transfer` calls it, from the learner's thread."""
+    """Lets `weight_transfer` call all servers from the learner's thread."""
 
-    def __init__(self, thread: "ClientThread", fleet: "Fleet") -> None:
+    def __init__(self, thread: "ClientThread", members: "Members") -> None:
         self._thread = thread
-        self._fleet = fleet
+        self._members = members
 
     def start(self) -> None:
         self._call(lambda server: server.client.start_update())
@@ -235,15 +258,15 @@ class _Routes:
         self._call(lambda server: server.client.update(info))
 
     def init(self, info_of: Callable[[int], dict[str, Any]]) -> None:
-        sizes = self._fleet.sizes()
+        sizes = self._members.sizes()
         before = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self._call(lambda server: server.client.init_transfer(info_of(before[server])))
 
     def sizes(self) -> dict[str, int]:
-        return {str(server): size for server, size in self._fleet.sizes().items()}
+        return {str(server): size for server, size in self._members.sizes().items()}
 
     def _call(self, call: "Callable[[Server], Awaitable[Any]]") -> None:
-        self._thread.call(self._fleet.each(call))
+        self._thread.call(self._members.each(call))
 
 
 def _check_arguments(base_urls: Sequence[str], in_flight: str) -> None:

@@ -1,8 +1,8 @@
-"""What a `vllm serve` process must be before anything is trained with it.
+"""Check a `vllm serve` process before anything is trained with it.
 
-Owns every question that is asked of a server when an engine is built, and again when a server comes
-back. Invariant: a server that would give other tokens or other logprobs than the engine in this
-process is refused, with what to start it with.
+Owns every check of a server when an engine is built, and again when a server comes back. Invariant:
+a server that would sample other tokens or return other logprobs than the engine in this process is
+refused, and the error says how to start it.
 """
 
 import math
@@ -15,7 +15,8 @@ from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.engines.models import ModelSource, model_sizes
+from agent_vllm.engines.learner import ModelSource
+from agent_vllm.engines.models import model_sizes
 from agent_vllm.engines.server.client import NoAnswerError, RefusedError, ServerClient
 from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
 from agent_vllm.errors import EngineError, VLLMServerError
@@ -29,7 +30,7 @@ _PROBE_TEXT = 'Hello, world! 12 + 30 = 42\n{"name": "é汉"}'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What an engine knows of one server."""
+    """What an engine knows about one server."""
 
     url: str
     model: str
@@ -45,10 +46,10 @@ class ServerFacts:
 async def check_server(
     client: ServerClient, source: ModelSource, *, max_model_len: int | None
 ) -> ServerFacts:
-    """Ask a server all there is to ask.
+    """Run all checks on one server.
 
     Raises:
-        VLLMServerError: it can't be reached, or isn't what the engine needs.
+        VLLMServerError: it can't be reached, or a check failed.
     """
     try:
         return await _check(client, source, max_model_len)
@@ -79,7 +80,7 @@ async def _check(
     weight_version = await client.weight_version()
     if weight_version == UNFINISHED:
         await _drop_update(client)
-    if await client.is_paused():  # by a trainer that is gone
+    if await client.is_paused():  # by a trainer that has ended
         await client.resume()
     await _check_sizes(client, source, config)
     await _check_tokenizer(client, source.tokenizer, model["model"])
@@ -107,8 +108,7 @@ async def _dev_config(client: ServerClient) -> dict[str, Any]:
 
 
 async def _drop_update(client: ServerClient) -> None:
-    """End what a trainer that is gone had begun. Until all weights have come nothing may be asked
-    of the model: it has none."""
+    """End an update that an earlier trainer left unfinished; until then there are no weights."""
     with suppress(RefusedError):  # vLLM drops an update that fails, and this one is not complete
         await client.update({"is_complete": True})
         await client.finish_update(UNFINISHED)
@@ -137,7 +137,7 @@ def _check_settings(
 
 
 async def _check_sizes(client: ServerClient, source: ModelSource, config: dict[str, Any]) -> None:
-    """Where our worker extension can tell."""
+    """Compare the model's sizes, if the server runs our worker extension."""
     extension = config["parallel_config"]["worker_extension_cls"] or ""
     if extension.startswith("agent_vllm."):
         answer = await client.post("/collective_rpc", {"method": "model_sizes"})
@@ -152,7 +152,7 @@ async def _check_sizes(client: ServerClient, source: ModelSource, config: dict[s
 async def _check_tokens(
     client: ServerClient, source: ModelSource, model: dict[str, Any]
 ) -> tuple[float, ...]:
-    """Does it take token ids, all of the model's, and are its logprobs what they must be?"""
+    """Check that it takes all of the model's token ids and returns the right logprobs."""
     try:
         await client.generate(probe_request([source.vocab_size - 1]))
     except RefusedError as error:
@@ -170,7 +170,7 @@ async def _check_tokens(
 async def _check_tokenizer(
     client: ServerClient, tokenizer: PreTrainedTokenizerBase, model: str
 ) -> None:
-    """Tokens that were added to one of them show, as do other merges."""
+    """Compare the tokenizers on a text that shows added tokens and other merges."""
     text = _PROBE_TEXT + "".join(sorted(map(str, tokenizer.added_tokens_decoder.values())))
     ours = tokenizer.encode(text, add_special_tokens=False)
     try:
@@ -193,10 +193,10 @@ async def _check_tokenizer(
 
 
 async def _probe(client: ServerClient, source: ModelSource) -> tuple[float, ...]:
-    """Logprobs at two temperatures: do they follow the temperature, and are they normalised?
+    """Check logprobs at two temperatures: they follow the temperature and are normalised.
 
-    Of processed logprobs the distance between two tokens is inverse to the temperature; of raw ones
-    it is not, and logits add up to more than one.
+    With processed logprobs the distance between two tokens is inverse to the temperature. With raw
+    logprobs it is not, and logits sum to more than one.
     """
     prompt = [token % source.vocab_size for token in (5, 7, 11, 13)]
     at_one = await _likeliest(client, prompt, 1.0)
@@ -225,18 +225,19 @@ async def _likeliest(
 
 
 def probe_request(prompt_ids: list[int], temperature: float = 1.0) -> GenerationRequest:
+    """Return a request for one token."""
     sampling = SamplingParams(temperature=temperature)
     return GenerationRequest(prompt_ids=prompt_ids, max_new_tokens=1, sampling=sampling, seed=0)
 
 
 def check_agreement(facts: Sequence[ServerFacts], *, weights_stay: bool) -> None:
-    """Servers of one engine are interchangeable.
+    """Check that the servers of one engine are interchangeable.
 
     Args:
-        weights_stay: the servers are used with the weights that they have now.
+        weights_stay: the servers keep the weights that they have now.
 
     Raises:
-        VLLMServerError: they are not; says in what two of them differ.
+        VLLMServerError: two of them differ; says in what.
     """
     names = ["model", "vllm_version", "dtype", "max_model_len", "backend"]
     names += ["weight_version", "probe"] if weights_stay else []

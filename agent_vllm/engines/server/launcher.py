@@ -1,6 +1,6 @@
 """Start one vLLM server that `VLLMServerRolloutEngine` can use. Everything after `--` goes to vLLM.
 
-Owns the command line and the environment; the server is vLLM's own, into which this process turns.
+Owns the command line and the environment. This process becomes vLLM's own server.
 """
 
 import argparse
@@ -18,12 +18,10 @@ import torch
 from transformers import AutoConfig
 
 import agent_vllm
-from agent_vllm.engines.models import context_length
+from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
-from agent_vllm.engines.vllm.stepper import VLLMOptions
+from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import VLLMServerError
-
-HELP = "start a vLLM server for rollouts"
 
 _EXTENSION = "agent_vllm.engines.server.worker_extension.WorkerExtension"
 _CPU_ENVIRONMENT = {
@@ -63,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Now rather than after the model was loaded.
+    """Check that the port is free, before a model is loaded.
 
     Raises:
-        VLLMServerError: somebody listens there.
+        VLLMServerError: the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,11 +88,11 @@ def serve_command(
     gpu_memory_utilization: float = 0.9,
     vllm_args: Sequence[str] = (),
 ) -> list[str]:
-    """The server's command line; what comes last in it wins, so `vllm_args` can change all."""
+    """Return the server's command line. Later arguments win, so `vllm_args` can change any."""
     config = AutoConfig.from_pretrained(model)
     on_cpu = not torch.cuda.is_available()
     options = VLLMOptions(
-        dtype=_dtype(dtype or config.dtype or "float32"),
+        dtype=to_dtype(dtype or config.dtype or "float32"),
         max_model_len=max_model_len or context_length(config),
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -115,7 +113,7 @@ def serve_command(
 
 
 def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: weights can be sent to it, and it finds this package."""
+    """Return the server's environment: it accepts weights and finds this package."""
     package = str(Path(agent_vllm.__file__).parents[1])
     paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
     defaults = {} if torch.cuda.is_available() else _CPU_ENVIRONMENT
@@ -134,10 +132,6 @@ def _vllm_serve(model: str) -> list[str]:
         module = "vllm.entrypoints.launchers.api_server.entry"
         return [sys.executable, "-m", module, "--model", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -1,82 +1,81 @@
-"""The learner's weights on their way to `vllm serve` processes, by vLLM's weight-transfer routes.
+"""Send the learner's weights to `vllm serve` processes by vLLM's weight-transfer routes.
 
-Owns the trainer's end: what is sent, in which parts, over memory (one machine) or NCCL. The
+Owns the trainer's end: what is sent and in which parts, over memory (one machine) or NCCL. The
 worker's end for memory is `worker_extension.py`; for NCCL it is vLLM's own. Invariant: at most one
-part of the weights is held beside the learner's, and every server got all or the update fails.
+part of the weights is held beside the learner's, and every server gets all or the update fails.
 
 Sources: `vllm/distributed/weight_transfer/` of vLLM 0.31; the routes are those of its
 `HTTPVLLMWeightSyncClient`.
 """
 
-import math
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
-from agent_vllm.engines.learner.weights import join_gathers, named_weights
+from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.vllm.host_state import host_process_kept
 
 T = TypeVar("T")
 
 MEMORY_BACKEND = "trainer_memory"
 NCCL_BACKEND = "nccl"
-UNFINISHED = "unfinished"  # what a server calls its weights while they are being written
+UNFINISHED = "unfinished"  # a server's label for weights that are being written
 _PART_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes; a view of a tensor must begin at a multiple of its item's size
 
 
 class Routes(Protocol):
-    """The servers that take part, as one: each call returns once all of them have answered."""
+    """All servers that take part. Each call returns when all of them have answered."""
 
     def start(self) -> None: ...
 
     def update(self, info: dict[str, Any]) -> None: ...
 
     def init(self, info_of: Callable[[int], dict[str, Any]]) -> None:
-        """`info_of` gets the number of workers in the servers before this one."""
+        """Set the transfer up; `info_of` takes the number of workers in earlier servers."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """How many workers each server has, by address."""
+        """Return the number of workers per server, by address."""
         ...
 
 
 class WeightTransfer(Protocol):
-    """One way for weights to reach servers."""
+    """One way to send weights to servers."""
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> int:
-        """On the process that talks to the servers; returns how many bytes each of them got."""
+    def send(self, weights: LearnerWeights, routes: Routes) -> int:
+        """Send the weights, on the first rank. Return how many bytes each server got."""
         ...
 
-    def join(self, model: PreTrainedModel) -> None:
-        """On every other one: a sharded learner is gathered by all."""
+    def join(self, weights: LearnerWeights) -> None:
+        """Take part in gathering a sharded learner, on every other rank."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free connections and groups. Closing twice is fine."""
+        ...
 
 
 # ---- several learner processes ----
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that talks to the servers."""
+    """Return whether this process is the one that talks to the servers."""
     return not _is_one_of_many() or torch.distributed.get_rank() == 0
 
 
 def wait_for_all_ranks() -> None:
-    """Until every learner process is here."""
+    """Wait until every learner process is here."""
     if _is_one_of_many():
         torch.distributed.barrier()
 
 
 def from_first_rank(value: T) -> T:
-    """The first process's value, in all of them, once all are here."""
+    """Return the first process's value in every process, when all are here."""
     if not _is_one_of_many():
         return value
     box = [value]
@@ -93,34 +92,30 @@ def _is_one_of_many() -> bool:
 
 
 class MemoryTransfer:
-    """Parts of the weights in anonymous memory that the servers of this machine read.
+    """Put parts of the weights into anonymous memory that servers on this machine read.
 
-    They find it under `/proc/<pid>/fd/`, so nothing has a name that could be left over: it is gone
-    with this process, however that ends.
+    They open it under `/proc/<pid>/fd/`, so no file is left over, however this process ends.
 
     Args:
-        part_bytes: a part is full with the tensor that reaches this size.
+        part_bytes: a part ends with the tensor that reaches this size.
     """
 
     def __init__(self, part_bytes: int = _PART_BYTES) -> None:
         self._part_bytes = part_bytes
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> int:
+    def send(self, weights: LearnerWeights, routes: Routes) -> int:
         num_bytes = 0
-        weights = named_weights(model)
-        try:
+        with closing(weights.tensors()) as tensors:
             routes.start()
-            for first in weights:
-                with _part(first, weights, self._part_bytes) as (info, size):
+            for first in tensors:
+                with _part(first, tensors, self._part_bytes) as (info, size):
                     routes.update(info)
                     num_bytes += size
             routes.update({"is_complete": True})
-        finally:
-            deque(weights, maxlen=0)  # other processes gather what is left, too
         return num_bytes
 
-    def join(self, model: PreTrainedModel) -> None:
-        join_gathers(model)
+    def join(self, weights: LearnerWeights) -> None:
+        weights.join_gathers()
 
     def close(self) -> None:
         pass
@@ -130,7 +125,7 @@ class MemoryTransfer:
 def _part(
     first: tuple[str, torch.Tensor], others: Iterable[tuple[str, torch.Tensor]], part_bytes: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """`first` and as many more as fill a part: for `/update_weights`, and its bytes."""
+    """Write `first` and as many more as fill a part; yield `/update_weights`' info and the size."""
     descriptor = os.memfd_create("agent_vllm_weights")
     with open(descriptor, "wb") as file:
         info: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "offsets": []}
@@ -152,7 +147,7 @@ def _part(
 
 
 def _append(file: BinaryIO, tensor: torch.Tensor) -> int:
-    """Write the tensor's bytes; returns where they begin."""
+    """Write the tensor's bytes and return their offset."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     offset = file.tell()
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
@@ -164,9 +159,9 @@ def _append(file: BinaryIO, tensor: torch.Tensor) -> int:
 
 
 class NcclTransfer:
-    """vLLM's own NCCL broadcast, this process at its head and every server's workers behind it.
+    """Broadcast with vLLM's own NCCL engine from this process to every server's workers.
 
-    Written after vLLM's `NCCLTrainerWeightTransferEngine` and not run yet: it needs GPUs.
+    Written after vLLM's `NCCLTrainerWeightTransferEngine`. Experimental: not run, as it needs GPUs.
     """
 
     def __init__(self) -> None:
@@ -174,36 +169,34 @@ class NcclTransfer:
             from vllm.distributed.weight_transfer import factory, nccl_engine
         self._factory, self._nccl = factory, nccl_engine
         self._engine: Any = None
-        self._metadata: list[Any] = []
         self._members: dict[str, int] = {}
 
-    def send(self, model: PreTrainedModel, routes: Routes) -> int:
-        source = self._source(model)
+    def send(self, weights: LearnerWeights, routes: Routes) -> int:
+        source = self._source(weights)
         if self._engine is None or self._members != routes.sizes():
+            self.close()
             self._members = routes.sizes()
             self._engine = self._rendezvous(source, routes)
         self._engine.source = source
         self._engine.client = _Client(routes)
         self._engine.send_weights()
-        return sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self._metadata)
+        return sum(tensor.nbytes for tensor in weights.meta.values())
 
-    def join(self, model: PreTrainedModel) -> None:
-        deque(self._source(model), maxlen=0)
+    def join(self, weights: LearnerWeights) -> None:
+        weights.join_gathers()
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
 
-    def _source(self, model: PreTrainedModel) -> Any:
-        """The learner as vLLM's `WeightSource`. The first one is gathered once more, for dtypes."""
-        meta = self._nccl.ParamMeta
-        self._metadata = self._metadata or [
-            meta(name, weight.dtype, tuple(weight.shape)) for name, weight in named_weights(model)
+    def _source(self, weights: LearnerWeights) -> Any:
+        """Return the learner's weights as vLLM's `WeightSource`."""
+        metadata = [
+            self._nccl.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in weights.meta.items()
         ]
-        methods = {
-            "metadata": lambda _: self._metadata,
-            "__iter__": lambda _: iter(named_weights(model)),
-        }
+        methods = {"metadata": lambda _: metadata, "__iter__": lambda _: weights.tensors()}
         return type("LearnerSource", (self._nccl.WeightSource,), methods)()
 
     def _rendezvous(self, source: Any, routes: Routes) -> Any:
@@ -221,7 +214,7 @@ class NcclTransfer:
 
 
 class _Client:
-    """vLLM's `VLLMWeightSyncClient` over several servers."""
+    """Act as vLLM's `VLLMWeightSyncClient` for several servers."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -237,7 +230,7 @@ class _Client:
         self._routes.update(update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Ended by whoever began it, with the version's label."""
+        """Do nothing: the engine ends the update, with the version's label."""
 
 
 BACKENDS: dict[str, Callable[[], WeightTransfer]] = {

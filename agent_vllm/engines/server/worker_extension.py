@@ -1,7 +1,7 @@
-"""What a `vllm serve` process loads of ours, by `--worker-extension-cls`.
+"""Extend vLLM's worker in a `vllm serve` process (`--worker-extension-cls`).
 
-Owns the worker's end of a weight update through memory of the trainer's process. Imported in the
-worker before its model is built. Invariant: an update that leaves a layer on its old weights fails.
+Owns the worker's end of a weight update through memory of the trainer's process. The worker imports
+it before it builds its model. Invariant: an update that leaves a layer with old weights fails.
 """
 
 import mmap
@@ -31,14 +31,14 @@ from agent_vllm.engines.vllm.cpu import skip_rank_compilation
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on before."""
+    """Nothing to set up."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One part of the weights: a file of them one after the other, and where each begins.
+    """One part of the weights: a file with one after the other, and the offset of each.
 
-    The last one has none and says that all have come.
+    The last one has no weights and says that all were sent.
     """
 
     path: str = ""
@@ -50,7 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class TrainerMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Reads weights out of a file in the memory of a trainer on the same machine."""
+    """Read weights from a file in the memory of a trainer on the same machine."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -80,7 +80,7 @@ class TrainerMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _tensors(part: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the file, which lives as long as one of them does."""
+    """Yield views of the file, which stays mapped while one of them is in use."""
     with open(part.path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
     whole = torch.frombuffer(content, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def _tensors(part: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _got_nothing(layer: torch.nn.Module) -> bool:
-    """Buffers and the scales of an attention are computed, or stay as they are."""
+    """Return whether a layer that has weights to load got none."""
     has_weights = next(layer.parameters(recurse=False), None) is not None
     if not has_weights or is_deferred_attention_layer(layer):
         return False
@@ -101,10 +101,10 @@ def _got_nothing(layer: torch.nn.Module) -> bool:
 
 
 class WorkerExtension:
-    """What the worker can be asked beside vLLM's own; importing this module registers the rest."""
+    """Methods added to the worker. Importing this module registers the weight transfer."""
 
     def model_sizes(self) -> dict[str, Any]:
-        """What tells one model from another, as `models.model_sizes` does for the learner."""
+        """Return the served model's sizes, as `models.model_sizes` does for the learner."""
         return model_sizes(self.model_config.hf_config)  # type: ignore[attr-defined]
 
 

@@ -1,10 +1,11 @@
 """VLLMRolloutEngine: vLLM in this process, on the learner's device.
 
-Owns the engine that users see; every call into vLLM is in `vllm/`. Invariant: the engine
-holds the weights of the last learner it was given, and has proved so once.
+Owns the engine that users see; calls into vLLM are in the modules beside this one. Invariant: the
+engine holds the weights of the last learner it was given. The first sync is checked against the
+learner's logprobs.
 
-Measured on the CPU build of vLLM 0.31; on CUDA the same calls are made with CUDA graphs and a share
-of the GPU's memory, which has not been run.
+Measured on the CPU build of vLLM 0.31. On CUDA the same calls are made, with CUDA graphs and a
+share of the GPU's memory.
 """
 
 import importlib.util
@@ -19,23 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
-from agent_vllm.engines.learner.peft import (
-    adapter_alone,
-    adapter_rank,
-    has_adapters,
-    why_not_alone,
+from agent_vllm.engines.learner import (
+    LearnerWeights,
+    ModelSource,
+    check_against_learner,
+    check_shapes,
+    model_source,
 )
-from agent_vllm.engines.learner.self_check import check_against_learner
-from agent_vllm.engines.learner.sharding import is_sharded
-from agent_vllm.engines.learner.weights import (
-    check_weights,
-    is_quantised,
-    named_weights,
-    plain_model,
-    weight_shapes,
-)
-from agent_vllm.engines.models import ModelSource, context_length, model_source
-from agent_vllm.engines.vllm.stepper import VLLMOptions, VLLMStepper, check_sleep_mode
+from agent_vllm.engines.models import context_length, to_dtype
+from agent_vllm.engines.vllm.options import VLLMOptions
+from agent_vllm.engines.vllm.stepper import VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
 
@@ -46,26 +40,25 @@ _PATH_LORA_RANK = 16  # of an engine that has not seen its learner; `engine_args
 class VLLMRolloutEngine(RolloutEngine):
     """Samples with vLLM's continuous batching and prefix cache, driven step by step.
 
-    Built from a model, it starts on that model's weights (no checkpoint is written). The first
-    update from a learner ends in a check of the engine's logprobs against the learner's.
+    Built from a model, it starts with that model's weights; no checkpoint is written. The first
+    update also checks the engine's logprobs against the learner's.
 
     Args:
         model: a causal language model, or a path or id to load one from.
-        tokenizer: its tokenizer; loaded from the path when left out.
-        dtype: of the engine's weights; default is the model's.
+        tokenizer: its tokenizer; default is the one at the path.
+        dtype: of the engine's weights, or its name; default is the model's.
         max_model_len: prompt and completion together; default is the model's own context.
-        max_num_seqs: sequences that run side by side; others queue.
+        max_num_seqs: sequences sampled at once; others queue.
         gpu_memory_utilization: share of the GPU that vLLM may take; the learner needs the rest.
         kv_cache_memory_bytes: size of the key/value cache; on CPU the default is what
             `max_num_seqs` sequences can use, at most 1 GiB.
-        adapter_sync: how a PEFT learner's weights get here. `"adapter"`: its base once, then the
-            LoRA adapter alone, as vLLM applies it. `"merged"`: all weights each time, the adapter
-            merged into copies. `"auto"`: the adapter alone where that is all that is trained.
-        sleep_mode: the engine can `sleep`, which gives a GPU's memory back.
-        seed: of requests that bring no seed.
-        hang_s: seconds without progress after which the engine is given up as dead; None: never.
-            What is compiled on first use and a weight sync must fit in; building the engine is not
-            watched.
+        adapter_sync: how a PEFT learner is synced. `"adapter"`: the base once, then the LoRA
+            adapter alone. `"merged"`: all weights each time, with the adapter merged into copies.
+            `"auto"`: the adapter alone if nothing else is trained.
+        sleep_mode: allow `sleep`, which frees the GPU's memory.
+        seed: for requests without a seed.
+        hang_s: seconds without progress after which the engine counts as dead; None disables it.
+            Compiling on first use and a weight sync must fit in. Building is not watched.
         engine_args: further arguments of `vllm.EngineArgs`, by its own names.
 
     Raises:
@@ -79,7 +72,7 @@ class VLLMRolloutEngine(RolloutEngine):
         model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
         gpu_memory_utilization: float = 0.3,
@@ -106,11 +99,11 @@ class VLLMRolloutEngine(RolloutEngine):
             seed=seed,
         )
         self._shapes = source.shapes
-        self._dtype = dtype or source.dtype
+        self._dtype = to_dtype(dtype or source.dtype)
         _check_head(source, self._dtype, engine_args or {})
         self._is_checked = False
         self._adapter_sync = adapter_sync
-        self._base: weakref.ref | None = None  # whose weights, without adapters, the engine holds
+        self._base: weakref.ref | None = None  # the model whose base weights the engine holds
         options = VLLMOptions(
             dtype=self._dtype,
             max_model_len=self.max_model_len,
@@ -119,7 +112,7 @@ class VLLMRolloutEngine(RolloutEngine):
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             lora_rank=_lora_rank(model, adapter_sync),
             sleep_mode=sleep_mode,
-            # of this thread: the driver's would say the first
+            # this thread's: in the driver's thread the current one is GPU 0
             gpu=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             further=engine_args or {},
         )
@@ -142,37 +135,35 @@ class VLLMRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        alone = self._sends_adapter_alone(model)
-        base = plain_model(model)
-        has_base = self._base is not None and self._base() is base
-        if alone and (has_base or is_quantised(base)):
-            self._driver.call(lambda: self._load(model, None, alone=True))
+        weights = LearnerWeights(model)
+        adapter_only = self._sends_adapter_only(weights)
+        has_base = self._base is not None and self._base() is weights.model
+        if adapter_only and (has_base or weights.is_quantised):
+            self._driver.call(lambda: self._load(weights, None, adapter_only=True))
         else:
-            check_weights(self._shapes, weight_shapes(model))
+            check_shapes(self._shapes, weights.shapes)
             self._base = None
-            with closing(named_weights(model, merged=not alone)) as weights:
-                self._driver.call(lambda: self._load(model, self._counted(weights), alone=alone))
-        self._base = weakref.ref(base) if alone else None
+            with closing(weights.tensors(merged=not adapter_only)) as tensors:
+                self._driver.call(lambda: self._load(weights, tensors, adapter_only=adapter_only))
+        self._base = weakref.ref(weights.model) if adapter_only else None
 
-    def _sends_adapter_alone(self, model: PreTrainedModel) -> bool:
+    def _sends_adapter_only(self, weights: LearnerWeights) -> bool:
         if self._stepper.adapter is None or self._adapter_sync == "merged":
             return False
-        return self._adapter_sync == "adapter" or why_not_alone(model) is None
+        return self._adapter_sync == "adapter" or weights.why_not_adapter_only is None
 
     def _load(
         self,
-        model: PreTrainedModel,
-        weights: Iterator[tuple[str, torch.Tensor]] | None,
+        weights: LearnerWeights,
+        tensors: Iterator[tuple[str, torch.Tensor]] | None,
         *,
-        alone: bool,
+        adapter_only: bool,
     ) -> None:
-        adapter = adapter_alone(model) if alone else None
-        self._stepper.load(weights, adapter)
-        self.num_synced_bytes = 0 if weights is None else self.num_synced_bytes
-        self.num_synced_bytes += sum(tensor.nbytes for tensor in (adapter or {}).values())
-        if not self._is_checked and not is_sharded(model):
+        self._stepper.load(tensors, weights.adapter_tensors() if adapter_only else None)
+        self.num_synced_bytes = weights.num_bytes_read
+        if not self._is_checked and not weights.is_sharded:
             check_against_learner(
-                plain_model(model),
+                weights.model,
                 self._stepper.sample,
                 vocab_size=self.vocab_size,
                 dtype=self._dtype,
@@ -180,7 +171,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._is_checked = True
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until the next update; what was in it is lost.
+        """Free the GPU's memory until the next update; its content is lost.
 
         Raises:
             EngineBusyError: requests are in flight.
@@ -200,7 +191,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, Any]) -> None:
-    """A head that only the learner keeps in float32 would be rounded on the way."""
+    """Refuse a float32 head that the engine would round."""
     told = "head_dtype" in (engine_args.get("hf_overrides") or {})
     if source.head_dtype == torch.float32 != dtype and not told:
         raise ValueError(
@@ -213,12 +204,12 @@ def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, 
 
 
 def _lora_rank(model: PreTrainedModel | str | Path, adapter_sync: AdapterSync) -> int | None:
+    """Return the rank to reserve for an adapter that is sent alone; None if none is."""
     if adapter_sync == "merged":
         return None
     if isinstance(model, str | Path):
         return _PATH_LORA_RANK if adapter_sync == "adapter" else None
-    is_alone = has_adapters(model) and why_not_alone(model) is None
-    return adapter_rank(model) if is_alone else None
+    return LearnerWeights(model).adapter_rank
 
 
 def _require_vllm() -> None:

@@ -1,9 +1,9 @@
-"""Keeps the process that hosts vLLM as it was.
+"""Keep vLLM from changing the process that hosts it.
 
-vLLM in a process replaces `torch.set_num_threads`, reseeds the global generators, edits the
-environment (which tools' subprocesses would inherit) and the exception hook, and draws from torch's
-global generator at every step. Invariant: the learner's random stream and the tools' environment
-are those of a process without vLLM.
+vLLM replaces `torch.set_num_threads`, reseeds the global generators, edits the environment (which
+tools' subprocesses would inherit) and the exception hook, and draws from torch's global generator
+at every step. Invariant: the learner's random stream and the tools' environment are those of a
+process without vLLM.
 """
 
 import os
@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import numpy as np
 import torch
@@ -24,13 +24,13 @@ _ENVIRONMENT = {
 
 @contextmanager
 def host_process_kept() -> Iterator[None]:
-    """For vLLM's start-up: everything it changes in the process is put back."""
+    """Restore everything that vLLM's start-up changes in the process."""
     environment, hook = dict(os.environ), sys.excepthook
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     os.environ.update(_ENVIRONMENT)
     try:
-        with random_state_kept(), warnings.catch_warnings():
+        with random_state_kept(), warnings.catch_warnings(), _stdout_with_fileno():
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own imports
             yield
     finally:
@@ -44,8 +44,20 @@ def host_process_kept() -> Iterator[None]:
 
 
 @contextmanager
+def _stdout_with_fileno() -> Iterator[None]:
+    """Give vLLM a stdout with a file descriptor; captured output and notebooks may have none."""
+    try:
+        sys.stdout.fileno()
+    except (OSError, AttributeError):
+        with open(os.devnull, "w") as devnull, redirect_stdout(devnull):
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Torch's global generators, on the CPU and on the current GPU, are put back."""
+    """Restore torch's global generators, on the CPU and on the current GPU."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield

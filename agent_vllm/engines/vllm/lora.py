@@ -1,8 +1,8 @@
-"""A LoRA adapter inside vLLM, given as tensors.
+"""Load a LoRA adapter into vLLM from tensors.
 
-vLLM reads adapters from disk; here its worker is handed the tensors. Owns the adapter that requests
-are sampled with. Invariant: each load has a name and an id of its own, so neither vLLM's adapter
-slots nor its prefix cache can serve an older one.
+vLLM reads adapters from disk; here its worker gets the tensors. Owns the adapter that requests are
+sampled with. Invariant: each load has its own name and id, so neither vLLM's adapter slots nor its
+prefix cache can serve an older adapter.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from agent_vllm.errors import WeightSyncError
 
 
 def lora_args(rank: int) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` for one adapter of that rank at a time.
+    """Return arguments of `vllm.EngineArgs` for one adapter of that rank at a time.
 
     Raises:
-        WeightSyncError: vLLM takes no adapter of that rank.
+        WeightSyncError: the rank is larger than vLLM's largest.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -35,7 +35,7 @@ class LoadedAdapter:
     """The adapter of one vLLM engine.
 
     Attributes:
-        request: goes with each request to the engine; None while there is no adapter.
+        request: vLLM's `LoRARequest`, sent with each request; None without an adapter.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -47,7 +47,7 @@ class LoadedAdapter:
         self.request: Any = None
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the adapter; no request may be in flight.
+        """Replace the adapter. No request may be in flight.
 
         Raises:
             WeightSyncError: vLLM can't adapt one of the layers, or refuses the adapter.

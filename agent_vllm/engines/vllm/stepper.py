@@ -1,7 +1,6 @@
-"""vLLM inside this process: how it is built, stepped, given weights and ended.
+"""Build vLLM in this process, step it, load weights into it and end it.
 
-Owns every call into vLLM, with `cpu`. Invariant: after a reload no cache made with older
-weights is used.
+Owns the calls into `LLMEngine`. Invariant: after a load no cache made with older weights is used.
 """
 
 import gc
@@ -9,100 +8,27 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from agent_vllm.engines.base import EngineStats, GenerationRequest
 from agent_vllm.engines.driver import Outcome
-from agent_vllm.engines.models import ModelSource
+from agent_vllm.engines.learner import ModelSource
 from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
-from agent_vllm.engines.vllm.lora import LoadedAdapter, lora_args
+from agent_vllm.engines.vllm.lora import LoadedAdapter
+from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
 
-_CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
-_CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about a second a GiB
-_CPU_MAX_BATCHED_TOKENS = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class VLLMOptions:
-    """What the engine is built with; `further` are arguments of `vllm.EngineArgs`.
-
-    `gpu` is the number of the learner's, which the engine shares; None without one.
-    """
-
-    dtype: torch.dtype
-    max_model_len: int
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    further: dict[str, Any]
-    lora_rank: int | None = None  # None: no adapters
-    sleep_mode: bool = False
-    gpu: int | None = None
-
-    def engine_args(self, config: PreTrainedConfig, *, on_cpu: bool) -> dict[str, Any]:
-        device = self._cpu_args(config) if on_cpu else self._cuda_args()
-        if self.lora_rank is not None:
-            device |= lora_args(self.lora_rank)
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "runner": "generate",
-            "skip_tokenizer_init": True,  # ids go in and ids come out
-            "generation_config": "vllm",  # neutral sampling, whatever the checkpoint recommends
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "seed": 0,
-            "enable_sleep_mode": self.sleep_mode,
-            **device,
-            **self.further,
-        }
-
-    def _cuda_args(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        if self.kv_cache_memory_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_bytes
-        return arguments
-
-    def _cpu_args(self, config: PreTrainedConfig) -> dict[str, Any]:
-        cache_bytes = self.kv_cache_memory_bytes or _cpu_kv_cache_bytes(
-            config, self.dtype, self.max_model_len, self.max_num_seqs
-        )
-        return {
-            "enforce_eager": True,  # compiling takes longer than it saves here
-            "block_size": _CPU_BLOCK_SIZE,
-            "kv_cache_memory_bytes": cache_bytes,
-            # A prompt prefilled in pieces rewinds its seeded generator; CPU generators can't.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_CPU_MAX_BATCHED_TOKENS, self.max_model_len),
-        }
-
-
-def _cpu_kv_cache_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
-) -> int:
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
-    sequence = token * (max_model_len + 2 * _CPU_BLOCK_SIZE)
-    return max(min(sequence * max_num_seqs, _CPU_KV_CACHE_LIMIT), 2 * sequence)
-
 
 def check_sleep_mode() -> None:
-    """Whether vLLM can give its memory back between rollouts.
+    """Check that vLLM can free its memory between rollouts.
 
     Raises:
-        ValueError: not on this platform.
+        ValueError: this platform can't.
     """
     with host_process_kept():
         from vllm.platforms import current_platform
@@ -116,7 +42,7 @@ def check_sleep_mode() -> None:
 
 
 def _build(source: ModelSource, options: VLLMOptions) -> Any:
-    """A `vllm.LLMEngine` in this process; with weights if the source has a path."""
+    """Build a `vllm.LLMEngine` in this process, with weights if the source has a path."""
     with ExitStack() as stack:
         stack.enter_context(host_process_kept())
         stack.enter_context(process_groups.own_default_group())
@@ -125,6 +51,7 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
 
         _prepare_architecture(source.config.architectures)
         if cpu.is_cpu():
+            cpu.check_head_size(source.config)
             cpu.skip_rank_compilation()
             if cpu.is_small(source.shapes, options.dtype):
                 stack.enter_context(cpu.unpacked_weights())
@@ -139,13 +66,13 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
             **options.engine_args(source.config, on_cpu=cpu.is_cpu()),
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if options.gpu:  # vLLM would take the first, on every rank
+        if options.gpu:  # vLLM would take GPU 0 on every rank
             config.device_config.device = torch.device("cuda", options.gpu)
         return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
 
 
 def _prepare_architecture(architectures: list[str] | None) -> None:
-    """Load vLLM's class here: vLLM would inspect it in a fresh process, which takes 10 s."""
+    """Load vLLM's class here: vLLM would inspect it in a new process, which takes 10 s."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     known = [name for name in architectures or [] if name in ModelRegistry.models]
@@ -159,7 +86,7 @@ def _prepare_architecture(architectures: list[str] | None) -> None:
 
 
 class VLLMStepper:
-    """The driver's engine: `LLMEngine.add_request` and `step`."""
+    """The driver's engine over vLLM: `LLMEngine.add_request` and `step`."""
 
     def __init__(self, source: ModelSource, options: VLLMOptions) -> None:
         self.policy_version = 0
@@ -245,13 +172,13 @@ class VLLMStepper:
         weights: Iterator[tuple[str, torch.Tensor]] | None,
         adapter: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        """Give the engine weights, an adapter or both; then drop all caches made with others.
+        """Load weights, an adapter or both; then drop every cache made with older ones.
 
-        A sleeping engine is woken: what it holds weights in first, its key/value cache last.
+        A sleeping engine wakes up: its weights' memory first, its key/value cache last.
 
         Args:
-            weights: by their checkpoint's names; None keeps those that are there.
-            adapter: None leaves the model without one.
+            weights: under the checkpoint's names; None keeps the current ones.
+            adapter: None leaves the model without an adapter.
         """
         if self._is_asleep:
             self._llm.wake_up(tags=["weights"])
@@ -259,7 +186,7 @@ class VLLMStepper:
             if self.adapter is not None:
                 self.adapter.drop()
             if weights is not None:
-                self.reload(weights)
+                load_into(self._llm, weights)
             if adapter is not None:
                 assert self.adapter is not None
                 self.adapter.load(adapter)
@@ -267,9 +194,6 @@ class VLLMStepper:
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._is_asleep = False
-
-    def reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        load_into(self._llm, weights)
 
     def _drop_caches(self) -> None:
         self._llm.reset_mm_cache()
@@ -281,12 +205,12 @@ class VLLMStepper:
             )
 
     def sleep(self) -> None:
-        """Give the memory of weights and caches back; `load` with all weights wakes up."""
+        """Free the memory of weights and caches; `load` with all weights wakes the engine up."""
         self._llm.sleep(level=2)
         self._is_asleep = True
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Sample to the end, while nobody else's requests are in the engine."""
+        """Sample these requests to their end; no others may be in the engine."""
         for request in requests:
             self.add(request)
         outcomes: dict[GenerationRequest, Outcome] = {}
@@ -295,11 +219,11 @@ class VLLMStepper:
         return [_completion(outcomes[request]) for request in requests]
 
     def shutdown(self) -> None:
-        """End vLLM. Its own `shutdown` would end the learner's and other engines' groups too."""
+        """End vLLM, but not the process groups of the learner and of other engines."""
         core = self._llm.engine_core.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
-        gc.unfreeze()  # vLLM froze what it allocated
+        gc.unfreeze()  # vLLM froze its objects
         del self._llm  # a successor needs the memory
         if torch.cuda.is_initialized():
             gc.collect()

@@ -36,7 +36,6 @@ from agent_vllm.inspect.doctor.subject import SubjectState, Tools
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE_CHECKS
 from agent_vllm.types import Messages
 
-HELP = "check a model, its chat template and its engines before training"
 DEFAULT_PROMPTS = ("What is the weather in Oslo?", "What is 17 times 23?")
 _COLOURS = {"pass": "green", "note": "cyan", "fail": "bold red", "skipped": "yellow"}
 _ENGINES = {"torch": ["torch"], "vllm": ["vllm"], "both": None}

@@ -26,9 +26,7 @@ from agent_vllm.inspect.simulate.step import LAYOUTS, Setup, predict
 from agent_vllm.inspect.simulate.sync import sync_seconds, sync_table
 from agent_vllm.inspect.simulate.workload import Plan, Workload, distribution, with_tools
 
-HELP = "predict step time and idle shares of a layout"
-
-_TRUSTED = 0.15  # largest relative error of a simulation that is trusted
+_TRUSTED = 0.15  # of the recorded time
 _OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"help": f"one of {', '.join(LAYOUTS)}; default: shared"},
     "engines": {"nargs": "+", "type": int, "help": "numbers of engines, one line each; default: 1"},

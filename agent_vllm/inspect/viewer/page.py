@@ -17,8 +17,6 @@ from typing import Any, TextIO
 from agent_vllm.inspect.viewer.data import Report, read_report, to_json
 from agent_vllm.inspect.viewer.live import serve
 
-HELP = "look at recorded rollouts in a browser"
-
 # Later ones use what earlier ones define.
 _SCRIPTS = (
     "dom.js",
