@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {
     "serve": "agent_vllm.engines.servers.serve",
     "simulate": "agent_vllm.simulate.command",
     "trace": "agent_vllm.inspect.trace",
-    "view": "agent_vllm.inspect.viewer.page",
+    "view": "agent_vllm.inspect.viewer.command",
 }
 
 
