@@ -82,7 +82,7 @@ def record(record_id="t0", **fields):
 
 
 def turn(token_ids, logprobs, text="", *, calls=(), suffix=None, spans=()):
-    """A turn of a line; calls are (name, content, status), spans its model's and then its calls'."""
+    """A turn of a line; calls are (name, content, status), spans the model's, then the calls'."""
     results = [dict(zip(("name", "content", "status"), result, strict=True)) for result in calls]
     span, *call_spans = [*spans, *[None] * (1 + len(results) - len(spans))]
     return {

@@ -217,7 +217,7 @@ NO_TIME = turn([1], [-0.5], spans=[span("nap", "a", 0, 1)])
         (lines_of(turns=[{"text": "a"}]), ":1 has no `turns.0.segment`"),
         (
             lines_of(turns=[NO_TIME]),
-            "`turns.0.span.kind` must be 'model', 'tool' or 'user', got 'n",
+            "`turns.0.span.kind` must be 'model', 'tool' or 'user', got ",
         ),
         (lines_of(turns=[turn([1], [])]), "`turns.0.segment`: .* one length, got 1 and 0"),
         (lines_of(turns=[turn(["a"], [0.0])]), "`turns.0.segment.token_ids.0` must be a valid int"),
@@ -240,9 +240,7 @@ def test_a_whole_record_passes(path):
 
 
 def test_a_missing_file(path):
-    with pytest.raises(
-        FileNotFoundError, match=r"does not exist\. A trainer with `record_rollouts"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. A trainer with"):
         read_rollouts(path)
 
 
@@ -448,7 +446,7 @@ def test_what_a_hook_breaks_is_named_before_it_is_written(path):
         RolloutRecorder(path, redact=lambda line: {**line, "messages": None}) as recorder,
         pytest.raises(
             RecordError,
-            match="Record rollout-0-0-0, redacted: `messages` must be a valid list, got None",
+            match="Record rollout-0-0-0, redacted: `messages` must be a valid list",
         ),
     ):
         recorder.write(trajectory([1]))
