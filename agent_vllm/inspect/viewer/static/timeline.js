@@ -29,17 +29,14 @@ function criticalText(rows, last) {
   const others = rows.filter((row) => row !== last).map(endOf);
   const lead = others.length ? ` The next one ended ${seconds(endOf(last) - Math.max(...others))} earlier.` : "";
   return `${counted(rows.length, "trajectory", "trajectories")} in ${seconds(endOf(last))}. ◆ ${placeName(last)} ended last and bounds the batch: ` +
-    `${seconds(total(last, isModel))} in the model, ${seconds(total(last, isTool))} in tools.${lead}`;
+    `${seconds(total(last, "model"))} in the model, ${seconds(total(last, "tool"))} in tools.${lead}`;
 }
 
-const isModel = (span) => span[0] === "model";
-const isTool = (span) => span[0] === "tool";
-
-/** Seconds in some of the spans; calls side by side count once. */
-function total(row, isCounted) {
+/** Seconds in spans of a kind; calls side by side count once. */
+function total(row, kind) {
   let sum = 0;
   let covered = 0;
-  for (const [, , start, end] of row.spans.filter(isCounted).sort((a, b) => a[2] - b[2])) {
+  for (const [, , start, end] of row.spans.filter((span) => span[0] === kind).sort((a, b) => a[2] - b[2])) {
     sum += Math.max(0, end - Math.max(start, covered));
     covered = Math.max(covered, end);
   }
@@ -79,7 +76,7 @@ function placed(element, left, width = null) {
 function timelineRow(row, end, isLast, isSelected, onOpen) {
   const bars = row.spans.map(([kind, , start, spanEnd]) => placed(el("span", { class: `bar span-${kind === "model" ? "model" : "tool"}` }), start / end, (spanEnd - start) / end));
   const show = () => byId("span-readout").replaceChildren(el("b", {}, `${placeName(row)}: `), el("bdi", {}, readableLine(spanText(row))));
-  const label = `${placeName(row)}, ends at ${seconds(endOf(row))}, model ${seconds(total(row, isModel))}, tools ${seconds(total(row, isTool))}${isLast ? ", bounds the batch" : ""}`;
+  const label = `${placeName(row)}, ends at ${seconds(endOf(row))}, model ${seconds(total(row, "model"))}, tools ${seconds(total(row, "tool"))}${isLast ? ", bounds the batch" : ""}`;
   return el(
     "button",
     { type: "button", class: `line ${isLast ? "is-critical" : ""}`, "aria-label": label, "aria-current": isSelected && "true", onclick: () => onOpen(row.id), onfocus: show, onpointerenter: show },
