@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+        description = vars(module).get("DESCRIPTION", module.__doc__)
+        command = commands.add_parser(name, help=module.HELP, description=description)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
