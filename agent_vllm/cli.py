@@ -1,7 +1,7 @@
 """The command line, `agent-vllm COMMAND` or `python -m agent_vllm COMMAND`.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> exit status`. Its module and
-the heavy imports behind it are loaded only when the command is given.
+A command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args) -> exit status`.
+Its module and the heavy imports behind it are loaded only when the command is given.
 """
 
 import argparse
@@ -38,14 +38,15 @@ COMMANDS: dict[str, Command] = {
         module="agent_vllm.engines.server.launcher", help="start a vLLM server for rollouts"
     ),
     "simulate": Command(
-        module="agent_vllm.inspect.simulate.command", help="predict step time and idle shares of a layout"
+        module="agent_vllm.inspect.simulate.command",
+        help="predict step time and idle shares of a layout",
     ),
     "trace": Command(
         module="agent_vllm.inspect.trace",
         help="write recorded rollouts as a Chrome trace, for Perfetto",
     ),
     "view": Command(
-        module="agent_vllm.inspect.viewer.page", help="look at recorded rollouts in a browser"
+        module="agent_vllm.inspect.viewer.command", help="look at recorded rollouts in a browser"
     ),
 }
 
@@ -70,7 +71,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             commands.add_parser(name, help=command.help)
             continue
         module = importlib.import_module(command.module)
-        subparser = commands.add_parser(name, help=command.help, description=module.__doc__)
+        subparser = commands.add_parser(name, help=command.help, description=module.DESCRIPTION)
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     return parser

@@ -13,7 +13,7 @@ import importlib.util
 import pytest
 from browser import browser
 from fakes import chatml_tokenizer
-from records import read, record_real, report_of
+from records import page_of, read, record_real
 from tiny_agent import tiny_agent_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,4 +105,4 @@ def real(agent_path, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
     path = record_real(tmp_path_factory.mktemp("real"), model, tokenizer)
-    return report_of(path), read(path)
+    return page_of(path), read(path)

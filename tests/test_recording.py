@@ -49,9 +49,9 @@ def test_the_learners_logprobs_find_their_rows_through_shuffle_and_split(agent_p
         ("eval", 0), ("train", 0), ("eval", 1), ("train", 1), ("eval", 2),
     ]  # fmt: skip
     assert max(map(distance, records)) <= GAP
-    mixed = {**records[8], "learner_logprobs": records[9]["learner_logprobs"]}
-    length = min(len(mixed["logprobs"]), len(mixed["learner_logprobs"]))
-    cut = {name: mixed[name][:length] for name in ("logprobs", "learner_logprobs")}
+    mixed = {"logprobs": records[8]["logprobs"], "learner_logprobs": records[9].learner_logprobs}
+    length = min(map(len, mixed.values()))
+    cut = {name: values[:length] for name, values in mixed.items()}
     assert distance(cut) > GAP  # another row's would be seen
 
 
@@ -137,6 +137,27 @@ def test_a_rows_logprobs_are_amended_once(tmp_path, tokenizer):
     record.close()
     known = [r["learner_logprobs"] for r in read_rollouts(tmp_path / "rollouts.jsonl")]
     assert known == [[-1.0, 0.0], [-2.0, 0.0]]
+
+
+def test_a_record_that_can_not_be_written_is_counted_and_reported(tmp_path, tokenizer, caplog):
+    def redact(line):
+        if line["row"]["number"] < 2:
+            raise KeyError(line["row"]["number"])
+        return line
+
+    endless = []
+    endless.append(endless)
+    rows = [{"number": 0}, {"number": 1}, {"number": 2}, {"number": 3, "more": endless}]
+    record = TrainingRecord(tmp_path, 0, tokenizer, redact)
+    numbers = record.write(rollout(4, 0, rows=rows))
+    record.amend("train", numbers, torch.full((4, 2), -1.0))
+    record.close()
+    assert [r.row for r in read_rollouts(tmp_path)] == [{"number": 2}]
+    assert record.num_failed == 3
+    said = [entry.getMessage() for entry in caplog.records]
+    assert said[0] == "A rollout is not in the record: KeyError(0)"
+    assert said[-1].endswith("rollouts.jsonl: 3 lines could not be written.")
+    assert len(said) == 3  # each kind of failure once, and the number
 
 
 # ---- metrics ----

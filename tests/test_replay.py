@@ -1,5 +1,7 @@
 """Recorded rollouts played back: engine, tools, the trainer's tensors and loss, the command."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -25,7 +27,6 @@ from agent_vllm.record import (
     recorded_tools,
     to_trajectory,
 )
-from agent_vllm.record.writer import trajectory_record
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 from trl_integration.rescore import RescoringTrainer, rescoring_config
 
@@ -35,9 +36,17 @@ REWARDS = [correct_reward, format_reward]
 
 def story(trajectory):
     """All of a trajectory but its times."""
-    record = trajectory_record(trajectory)
-    spans = [(span["kind"], span["name"]) for span in record.pop("spans")]
-    return record, spans, trajectory.segments
+    turns = [
+        (
+            turn.segment,
+            turn.text,
+            turn.suffix,
+            [(call.call, call.result) for call in turn.calls],
+            [(span.kind, span.name) for span in turn.spans],
+        )
+        for turn in trajectory.turns
+    ]
+    return replace(trajectory, turns=[]), turns
 
 
 def settings(folder, **changes):

@@ -1,13 +1,10 @@
-"""Run reward functions, the collator and a GRPO loss on recorded rollouts, without an engine.
-
-The exit status is 1 where a reward is not what was recorded.
-"""
+"""The command `agent-vllm replay`: it needs TRL's loss, so it belongs to this package."""
 
 import argparse
-import importlib.util
 import inspect
 import json
 import math
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,21 +16,31 @@ from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajec
 if TYPE_CHECKING:
     from trl_integration.rescore import Rescored, RescoringTrainer
 
+DESCRIPTION = (
+    "Run reward functions, advantages and TRL's loss on recorded rollouts, without an engine. "
+    "Lists every reward that differs from the recorded one; the exit status is then 1."
+)
 _MAX_LISTED = 20
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run, or its export")
-    parser.add_argument("--rewards", type=Path, required=True, help="file with reward functions")
     parser.add_argument(
-        "--functions", nargs="+", help="their names; default: all that take `completions`"
+        "rollouts", type=Path, help="rollouts.jsonl or its export, or the folder of the run"
     )
     parser.add_argument(
-        "--model", help="learner, path or id; default: the learner's recorded logprobs"
+        "--rewards", type=Path, required=True, help="Python file with reward functions"
     )
     parser.add_argument(
-        "--config", type=json.loads, default={}, help="settings of AgentGRPOConfig, a JSON object"
+        "--functions",
+        nargs="+",
+        help="which of them (default: all public ones that take `completions`)",
+    )
+    parser.add_argument(
+        "--model", help="the learner, path or id (default: its recorded logprobs stand in)"
+    )
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help="settings of AgentGRPOConfig as a JSON object"
     )
 
 
@@ -53,39 +60,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def reward_functions(path: Path, names: Sequence[str] | None = None) -> list[Callable[..., Any]]:
-    """The file's functions of these names; by default its public ones that take `completions`.
+    """Return the functions of a file: those named, or its public ones that take `completions`.
 
     Raises:
-        SystemExit: a name that is not there, or no function at all.
+        SystemExit: a name is not in the file, or no function is.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
+    if path.suffix != ".py" or not path.exists():
         raise SystemExit(f"`--rewards` must be a Python file, got {path}.")
     sys.path.insert(0, str(path.parent.resolve()))  # for what it imports from its neighbours
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     found = {
-        name: function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == path.stem and not name.startswith("_")
+        name: value
+        for name, value in runpy.run_path(str(path), run_name=path.stem).items()
+        if inspect.isfunction(value) and value.__module__ == path.stem and name[0] != "_"
     }
     missing = sorted(set(names or ()) - found.keys())
     if missing:
         raise SystemExit(f"{path} has no functions {missing}; it has {sorted(found)}.")
-    chosen = [found[name] for name in names or found if names or _is_reward(found[name])]
+    takes = {n for n, f in found.items() if "completions" in inspect.signature(f).parameters}
+    chosen = [found[name] for name in names or sorted(takes)]
     if not chosen:
         raise SystemExit(f"{path} has no function that takes `completions`; give `--functions`.")
     return chosen
 
 
-def _is_reward(function: Callable[..., Any]) -> bool:
-    return "completions" in inspect.signature(function).parameters
-
-
 def _trainer(
     functions: list[Callable[..., Any]], model: str | None, settings: dict[str, Any]
 ) -> "RescoringTrainer":
-    """The loss is TRL's: this command is built on the trainer, and nothing else in here is."""
+    """Build the trainer that scores; TRL is imported only when the command runs."""
     from trl_integration.rescore import RescoringTrainer, rescoring_config
 
     if model is None:
@@ -103,7 +104,7 @@ def _trainer(
 def _differences(
     records: Sequence[RolloutRecord], rewards: Sequence[dict[str, float]]
 ) -> Iterator[str]:
-    """One line for each reward that was recorded otherwise; functions without a record pass."""
+    """Yield one line per reward that differs; a function that was not recorded has none."""
     for record, now in zip(records, rewards, strict=True):
         for name, value in now.items():
             new = None if math.isnan(value) else value

@@ -1,7 +1,7 @@
-"""Write recorded rollouts as Parquet, through `datasets`.
+"""Write recorded rollouts as Parquet through `datasets`, and read them back.
 
-One row a trajectory. Fields whose form varies from row to row are JSON text in it, so that what is
-read back is what was recorded.
+A row is a trajectory. Fields of numbers, texts and flat lists are columns; the others are JSON
+text. `completion_ids`, `completion_mask` and `logprobs` are added for whoever reads the table.
 """
 
 import argparse
@@ -16,11 +16,16 @@ from agent_vllm.errors import EmptyRecordError
 from agent_vllm.record.reader import read_rollouts
 from agent_vllm.record.schema import RolloutRecord, check_record, to_json
 
-_AS_JSON = ("messages", "rewards", "row", "token_texts", "tool_results", "spans")
+DESCRIPTION = (
+    "Write recorded rollouts as a Parquet file for pandas, polars or DuckDB: one row per "
+    "trajectory. Every other command reads it like the original."
+)
+_JSON_FIELDS = ("messages", "rewards", "row", "token_texts", "turns")
+_ADDED = ("completion_ids", "completion_mask", "logprobs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run")
+    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl, or the folder of the run")
     parser.add_argument("output", type=Path, help="the .parquet file to write")
 
 
@@ -32,91 +37,75 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_parquet(source: str | Path, path: str | Path) -> int:
-    """Convert a record; the file appears once it is whole.
-
-    Returns:
-        The number of trajectories.
+    """Convert a record and return the number of trajectories. The file appears once it is whole.
 
     Raises:
         RecordError: as `read_rollouts`.
     """
-    path = Path(path)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
-        rows = _dataset(source, folder)
-        whole = Path(folder) / path.name
-        rows.to_parquet(whole)
-        os.replace(whole, path)
-    return len(rows)
-
-
-def _dataset(source: str | Path, folder: str) -> Any:
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
-    options: dict[str, Any] = {"features": _features(), "cache_dir": folder}
-    try:
-        return Dataset.from_generator(_rows, gen_kwargs={"source": str(source)}, **options)
-    except DatasetGenerationError as error:  # around what `read_rollouts` raised
-        raise error.__cause__ or error from None
+    path = Path(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
+        try:
+            rows = Dataset.from_generator(
+                _rows, features=_features(), cache_dir=folder, gen_kwargs={"source": str(source)}
+            )
+        except DatasetGenerationError as error:  # around what `read_rollouts` raised
+            raise error.__cause__ or error from None
+        whole = Path(folder) / path.name
+        rows.to_parquet(whole)
+        os.replace(whole, path)
+        return len(rows)
 
 
 def read_parquet(path: Path) -> Iterator[RolloutRecord]:
-    """What `write_parquet` was given.
+    """Yield the records that `write_parquet` was given.
 
     Raises:
         RecordError: the file holds something else, or nothing.
     """
-    from pyarrow import parquet
+    from datasets import load_dataset
 
     number = 0
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=64):
-            for row in batch.to_pylist():
-                number += 1
-                texts = {name: json.loads(row[name]) for name in _AS_JSON if name in row}
-                yield check_record(row | texts, f"{path}, row {number}")
+    rows = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    for number, row in enumerate(rows, start=1):
+        texts = {name: json.loads(row[name]) for name in _JSON_FIELDS if name in row}
+        yield check_record(row | texts, f"{path}, row {number}")
     if number == 0:
         raise EmptyRecordError(f"{path} holds no recorded trajectory.")
 
 
 def _rows(source: str) -> Iterator[dict[str, Any]]:
     for record in read_rollouts(source):
-        texts = {name: to_json(record[name], ensure_ascii=True) for name in _AS_JSON}
-        yield {name: {**record, **texts}[name] for name in _features()}
+        row = record.model_dump(by_alias=True)
+        texts = {name: to_json(row[name], ensure_ascii=True) for name in _JSON_FIELDS}
+        yield row | texts | {name: record[name] for name in _ADDED}
 
 
 def _features() -> Any:
+    """Return the columns' types, which are those of the model's fields."""
     from datasets import Features, List, Value
 
-    text, whole, number, flag = (Value(kind) for kind in ("string", "int64", "float64", "bool"))
-    return Features(
-        schema=whole,
-        id=text,
-        session=whole,
-        mode=text,
-        step=whole,
-        rank=whole,
-        rollout=whole,
-        group=whole,
-        generation=whole,
-        seed=whole,
-        time=number,
-        started=number,
-        temperature=number,
-        max_model_len=whole,
-        tools=List(text),
-        advantage=number,
-        trained=flag,
-        stop_reason=text,
-        error=text,
-        thinking=flag,
-        num_prompt_messages=whole,
-        prompt_ids=List(whole),
-        completion_ids=List(whole),
-        completion_mask=List(whole),
-        logprobs=List(number),
-        learner_logprobs=List(number),
-        policy_versions=List(whole),
-        turn_outputs=List(text),
-        **dict.fromkeys(_AS_JSON, text),
-    )
+    kinds = {
+        "integer": Value("int64"),
+        "number": Value("float64"),
+        "boolean": Value("bool"),
+        "string": Value("string"),
+    }
+
+    def kind_of(schema: dict[str, Any]) -> Any:
+        for option in schema.get("anyOf", [schema]):  # the other one is null
+            if option.get("type") == "array":
+                return List(kind_of(option["items"]))
+            if option.get("type") in kinds:
+                return kinds[option["type"]]
+        return kinds["string"]
+
+    fields = RolloutRecord.model_json_schema()["properties"]
+    columns = {
+        name: kinds["string"] if name in _JSON_FIELDS else kind_of(field)
+        for name, field in fields.items()
+    }
+    tokens = dict.fromkeys(_ADDED[:2], List(kinds["integer"]))
+    return Features(**columns, **tokens, logprobs=List(kinds["number"]))

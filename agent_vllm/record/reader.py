@@ -1,51 +1,41 @@
-"""Reading recorded rollouts back: streaming, joined with their amendments, every field checked.
+"""Read recorded rollouts: streaming, joined with their amendments, every field checked.
 
-Invariant: what is yielded has every field of schema 2, of the right type and in one length.
+Invariant: what is yielded is a whole record, whatever version wrote the line.
 """
 
 import json
 import warnings
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from agent_vllm.errors import EmptyRecordError, RecordError
 from agent_vllm.record.schema import SCHEMA_VERSION, RolloutRecord, check_record
-from agent_vllm.types import (
-    CallRecord,
-    Segment,
-    Span,
-    StopReason,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
-
-BATCH_KEY = ("session", "mode", "step", "rank", "rollout")
+from agent_vllm.record.schema2 import upgraded
+from agent_vllm.types import Trajectory
 
 
 def read_rollouts(path: str | Path) -> Iterator[RolloutRecord]:
-    """The file's records in order, one at a time, each with what was amended to it later.
+    """Yield the records of a file in order, each joined with its amendments.
 
-    The file is gone through twice, for the amendments and then for the records; only one record is
-    held. A last line that a killed run left unfinished is skipped with a warning.
+    The file is read twice, first for amendments and then for records; one record is in memory at a
+    time. A last line that a killed run left unfinished is skipped with a warning.
 
     Args:
-        path: JSON lines, or what `agent-vllm export` made of them (`.parquet`).
+        path: JSON lines, or what `agent-vllm export` made of them (`.parquet`). A folder means the
+            `rollouts.jsonl` in it.
 
     Raises:
         FileNotFoundError: no such file.
         EmptyRecordError: no trajectory.
         RecordError: another schema, or a field that is missing or wrong; names the line.
     """
-    path = Path(path)
+    path = record_path(path)
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is not there. A trainer with `record_rollouts=True` writes "
+            f"{path} does not exist. A trainer with `record_rollouts=True` writes "
             "`output_dir/rollouts.jsonl`."
         )
     if path.suffix == ".parquet":
@@ -55,15 +45,22 @@ def read_rollouts(path: str | Path) -> Iterator[RolloutRecord]:
     return _read_lines(path)
 
 
+def record_path(path: str | Path) -> Path:
+    """Return the file to read: `rollouts.jsonl` if `path` is the folder of a run."""
+    path = Path(path)
+    return path / "rollouts.jsonl" if path.is_dir() else path
+
+
 def read_batches(path: str | Path) -> Iterator[list[RolloutRecord]]:
-    """The records of one rollout of one process at a time, in order."""
-    for _, batch in groupby(read_rollouts(path), lambda record: [record[k] for k in BATCH_KEY]):
+    """Yield the records of one rollout of one process at a time, in order."""
+    key = itemgetter("session", "mode", "step", "rank", "rollout")
+    for _, batch in groupby(read_rollouts(path), key):
         yield list(batch)
 
 
 def batch_name(record: RolloutRecord) -> str:
-    """Which rollout a record belongs to, in words."""
-    name = f"{record['mode']} step {record['step']}"
+    """Name the rollout that a record belongs to, such as "train step 3, rank 1"."""
+    name = f"{record.mode} step {record.step}"
     for field, plain in (("rollout", 0), ("rank", 0), ("session", 1)):
         if record[field] != plain:
             name += f", {field} {record[field]}"
@@ -71,72 +68,8 @@ def batch_name(record: RolloutRecord) -> str:
 
 
 def to_trajectory(record: RolloutRecord) -> Trajectory:
-    """The trajectory that was recorded.
-
-    Raises:
-        RecordError: sampled tokens and policy versions don't belong together.
-    """
-    return Trajectory(
-        prompt_ids=record["prompt_ids"],
-        turns=_turns(record),
-        stop_reason=StopReason(record["stop_reason"]),
-        messages=record["messages"],
-        num_prompt_messages=record["num_prompt_messages"],
-        thinking=record["thinking"],
-        error=record["error"],
-    )
-
-
-def _turns(record: RolloutRecord) -> list[Turn]:
-    """Put what the record keeps in lists side by side back into turns."""
-    flat = Trajectory.from_segments(
-        prompt_ids=[], segments=_segments(record), stop_reason=StopReason.ANSWERED
-    )
-    results = deque(ToolResult(**cast(Any, result)) for result in record["tool_results"])
-    spans = deque(Span(**span) for span in record["spans"])
-    turns = []
-    for index, turn in enumerate(flat.turns):
-        text = record["turn_outputs"][index] if index < len(record["turn_outputs"]) else ""
-        span = spans.popleft() if spans and spans[0].kind == "model" else None
-        calls, user_span = [], None
-        while spans and spans[0].kind != "model":
-            waited = spans.popleft()
-            if results and waited.kind == "tool" and results[0].name == waited.name:
-                calls.append(_call_record(results.popleft(), waited))
-            else:
-                user_span = replace(waited, kind="user")
-        turns.append(replace(turn, text=text, span=span, calls=calls, user_span=user_span))
-    if turns and results:
-        rest = [_call_record(result, None) for result in results]
-        turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, *rest])
-    return turns
-
-
-def _call_record(result: ToolResult, span: Span | None) -> CallRecord:
-    return CallRecord(call=ToolCall(name=result.name, arguments=None), result=result, span=span)
-
-
-def _segments(record: RolloutRecord) -> list[Segment]:
-    """Runs of one mask value: turns are never neighbours, an observation stands between them."""
-    columns = zip(
-        record["completion_mask"], record["completion_ids"], record["logprobs"], strict=True
-    )
-    runs = [(mask, list(run)) for mask, run in groupby(columns, lambda column: column[0])]
-    versions = list(record["policy_versions"])
-    if sum(mask for mask, _ in runs) != len(versions):
-        raise RecordError(
-            f"Record {record['id']} has {sum(mask for mask, _ in runs)} sampled turns and "
-            f"{len(versions)} policy versions; there must be one for each turn."
-        )
-    segments = []
-    for mask, run in runs:
-        token_ids, logprobs = [token for _, token, _ in run], [logprob for *_, logprob in run]
-        segments.append(
-            Segment(token_ids=token_ids, logprobs=logprobs, policy_version=versions.pop(0))
-            if mask
-            else Segment(token_ids=token_ids)
-        )
-    return segments
+    """Return the trajectory that was recorded."""
+    return record.trajectory
 
 
 # ---- lines ----
@@ -151,12 +84,12 @@ def _read_lines(path: Path) -> Iterator[RolloutRecord]:
         if value is None or "amends" in value:
             continue
         record = check_record(value | amendments.of(value.get("id")), where)
-        if record["id"] in lines_of:
+        if record.id in lines_of:
             raise RecordError(
-                f"{where} has id {record['id']!r}, which line {lines_of[record['id']]} has too. "
+                f"{where} has id {record.id!r}, which line {lines_of[record.id]} has too. "
                 "Were files put together? Read them one by one."
             )
-        lines_of[record["id"]] = number
+        lines_of[record.id] = number
         yield record
     if not lines_of:
         raise EmptyRecordError(
@@ -165,7 +98,7 @@ def _read_lines(path: Path) -> Iterator[RolloutRecord]:
 
 
 class _Amendments:
-    """Where in the file which record is amended; a wrong line is named when its turn comes."""
+    """Find a record's amendments in the file. A malformed line is reported when it is read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -192,7 +125,7 @@ def _amended(line: bytes) -> str | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_amendment = isinstance(value, dict) and value.get("schema") == SCHEMA_VERSION
+    is_amendment = isinstance(value, dict) and value.get("schema") in (2, SCHEMA_VERSION)
     return str(value["amends"]) if is_amendment and "amends" in value else None
 
 
@@ -213,10 +146,12 @@ def _value(line: bytes, where: str) -> dict[str, Any] | None:
         raise RecordError(f"{where} is not JSON: {error}") from error
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema is None:
-        raise RecordError(f"{where} is no recorded rollout: it has no `schema`.")
-    if schema != SCHEMA_VERSION:
+        raise RecordError(f"{where} is not a recorded rollout: it has no `schema`.")
+    if schema == 2 and "amends" not in value:
+        return upgraded(value, where)
+    if schema not in (2, SCHEMA_VERSION):
         raise RecordError(
-            f"{where} has schema {schema!r}, this version reads {SCHEMA_VERSION}. Read it with the "
-            "version that wrote it, or record the rollouts again."
+            f"{where} has schema {schema!r}, this version reads 2 and {SCHEMA_VERSION}. Read it "
+            "with the version that wrote it, or record the rollouts again."
         )
     return value

@@ -1,7 +1,7 @@
-"""Recorded completions and tool results in the place of a model and of tools; the rest is real.
+"""Replay recorded completions and tool results instead of a model and tools.
 
-Owns which recorded turn answers which request. Invariant: a turn is given back only after exactly
-the ids that came before it when it was recorded.
+Owns which recorded turn answers which request. Invariant: a turn is returned only after exactly the
+ids that came before it when it was recorded.
 """
 
 import json
@@ -17,68 +17,69 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
 from agent_vllm.engines.models import merge_end_token_ids
 from agent_vllm.errors import EngineError, RecordError
-from agent_vllm.record.reader import read_rollouts, to_trajectory
+from agent_vllm.record.reader import read_rollouts
 from agent_vllm.record.schema import RolloutRecord
 from agent_vllm.tools import Tool, ToolFailure, tools_by_name
-from agent_vllm.types import Completion, Segment, StopReason, ToolResult
+from agent_vllm.types import Completion, StopReason, ToolResult, Turn
 
 
 class _Playback:
-    """One recorded trajectory while it is played back; each turn and each result once."""
+    """Play one recorded trajectory back; each turn and each result once."""
 
     def __init__(self, record: RolloutRecord) -> None:
-        trajectory = to_trajectory(record)
-        self.record_id = record["id"]
+        trajectory = record.trajectory
+        self.record_id = record.id
         self._ids = list(trajectory.prompt_ids)  # up to the next recorded turn
-        self._segments = deque(trajectory.segments)
-        self._results = deque(r for r in trajectory.tool_results if r.status != "invalid")
+        self._turns = deque(trajectory.turns)
+        self._results = deque(
+            call.result for call in trajectory.calls if call.result.status != "invalid"
+        )
         self._failure = None
         if trajectory.stop_reason is StopReason.ENGINE_ERROR:
             self._failure = trajectory.error or "engine error"
 
     def expects(self, ids: list[int]) -> bool:
-        return self._ids == ids and (bool(self._segments) or self._failure is not None)
+        return self._ids == ids and (bool(self._turns) or self._failure is not None)
 
-    def next_turn(self) -> Segment:
-        """The turn that was sampled here.
+    def next_turn(self) -> Turn:
+        """Return the turn that was sampled here.
 
         Raises:
             EngineError: the engine failed here when this was recorded.
         """
-        if not self._segments:
+        if not self._turns:
             raise EngineError(self._failure)
-        turn = self._segments.popleft()
-        self._ids += turn.token_ids
-        while self._segments and not self._segments[0].is_sampled:
-            self._ids += self._segments.popleft().token_ids
+        turn = self._turns.popleft()
+        self._ids += turn.segment.token_ids
+        self._ids += turn.suffix.token_ids if turn.suffix else []
         return turn
 
     def next_result(self, tool: str) -> ToolResult:
-        """What the next call came to; calls that could not run are answered without their tool."""
+        """Return the next call's result. Calls that can't run are answered without their tool."""
         if not self._results or self._results[0].name != tool:
             raise ToolFailure(f"Record {self.record_id} has no call of {tool!r} here.")
         return self._results.popleft()
 
 
-# What the rollout that runs here, and the tool calls that it starts, are played back from.
+# The trajectory that the running rollout and its tool calls are played back from.
 _playing: ContextVar[_Playback | None] = ContextVar("playing", default=None)
 
 
 class ReplayRolloutEngine(RolloutEngine):
-    """Gives back recorded completions: the same inputs make the same trajectories, byte for byte.
+    """Return recorded completions: the same inputs make the same trajectories, byte for byte.
 
-    The samples of one prompt are handed out in recorded order. Later turns are found by the rollout
-    that asks and by all ids so far. Tools run for real, unless they are `recorded_tools`. What
-    ended at a deadline goes on here, as time does not repeat, and finds no further turn.
+    The samples of one prompt are used in recorded order. Later turns are found by the rollout that
+    asks and by all ids so far. Tools run for real, unless they are `recorded_tools`. Times don't
+    repeat: a trajectory that ended at a deadline continues here and finds no further turn.
 
     Args:
-        records: of `read_rollouts`, or the path that it would read; all are held in memory.
-        tokenizer: of the recorded run.
+        records: what `read_rollouts` yields, or a path for it; all are held in memory.
+        tokenizer: that of the recorded run.
         max_model_len: default is that of the recorded run.
-        eos_token_ids: ids that ended turns, beside the tokenizer's own.
+        eos_token_ids: ids that ended turns, besides the tokenizer's own.
 
     Raises:
-        RecordError: a file that can't be read, or from `generate`: ids that no record expects.
+        RecordError: a file can't be read; or, from `generate`, no record expects these ids.
 
     Example:
 
@@ -109,18 +110,21 @@ class ReplayRolloutEngine(RolloutEngine):
         self._waiting: dict[tuple[int, ...], deque[_Playback]] = {}
         self._begun: list[_Playback] = []
         for record in records:
-            queue = self._waiting.setdefault(tuple(record["prompt_ids"]), deque())
+            queue = self._waiting.setdefault(tuple(record.prompt_ids), deque())
             queue.append(_Playback(record))
 
     async def _sample(self, request: GenerationRequest) -> Completion:
         playback = self._find(request.prompt_ids)
         _playing.set(playback)
         turn = playback.next_turn()
+        segment = turn.segment
+        has_ended = turn.suffix is not None or {*segment.token_ids[-1:]} & {*self.eos_token_ids}
         return Completion(
-            token_ids=turn.token_ids,
-            logprobs=turn.logprobs or [],
-            finish_reason="stop" if turn.token_ids[-1] in self.eos_token_ids else "length",
-            policy_version=turn.policy_version or 0,
+            token_ids=segment.token_ids,
+            logprobs=segment.logprobs or [],
+            finish_reason="stop" if has_ended else "length",
+            policy_version=segment.policy_version or 0,
+            token_versions=segment.token_versions,
         )
 
     def _find(self, ids: list[int]) -> _Playback:
@@ -150,13 +154,13 @@ class ReplayRolloutEngine(RolloutEngine):
         )
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        """A record has no weights; only the version counts up."""
+        """Do nothing: a record has no weights. Only the version counts up."""
 
 
 def recorded_tools(tools: Iterable[Tool | Callable[..., Any]]) -> list[Tool]:
-    """Tools that are described like these, and answer what was recorded instead of running.
+    """Return tools with the same description that answer what was recorded instead of running.
 
-    For rollouts with a `ReplayRolloutEngine`, which says whose results are due.
+    For rollouts with a `ReplayRolloutEngine`, which knows which results come next.
     """
     return [replace(tool, function=_answer_of(tool.name)) for tool in tools_by_name(tools).values()]
 
@@ -176,14 +180,14 @@ def _answer_of(tool: str) -> Callable[..., Coroutine[Any, Any, str]]:
 
 def _all_ids(records: Sequence[RolloutRecord]) -> Iterable[list[int]]:
     for record in records:
-        ids = record["prompt_ids"] + record["completion_ids"]
+        ids = record.prompt_ids + record.trajectory.completion_ids
         if min(ids) < 0:
-            raise RecordError(f"Record {record['id']} is redacted: its ids can't be replayed.")
+            raise RecordError(f"Record {record.id} is redacted: its ids can't be replayed.")
         yield ids
 
 
 def _max_model_len(records: Sequence[RolloutRecord]) -> int:
-    lengths = [length for r in records if (length := r["max_model_len"]) is not None]
+    lengths = [length for r in records if (length := r.max_model_len) is not None]
     if not lengths:
-        raise RecordError("The records have no `max_model_len`. Give that of the recorded run.")
+        raise RecordError("The records have no `max_model_len`. Pass that of the recorded run.")
     return max(lengths)

@@ -1,11 +1,13 @@
-"""Writing trajectories as JSON lines; `schema.py` has the format, `read.py` reads it back.
+"""Write trajectories as JSON lines; `schema.py` has the format, `reader.py` reads it back.
 
-A line is a record (one trajectory) or an amendment (what became known of a record later).
-Invariant: a line is written whole or cut off at the end of the file, where the next writer takes it
-away.
+A line is a record (one trajectory) or an amendment (what became known about a record later).
+Invariant: the file has one writer, and ends with a whole line or with one that was cut off when its
+writer was killed; the next writer removes that one.
 """
 
+import fcntl
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,43 +26,26 @@ from agent_vllm.record.schema import (
 )
 from agent_vllm.types import Trajectory
 
-_BEGINNING = b'{"schema": 2, '
+_READABLE = (2, SCHEMA_VERSION)  # schemas that a file may hold before it is appended to
 
-_DEFAULTS = RunFields(
-    mode="rollout",
-    step=0,
-    rank=0,
-    rollout=0,
-    group=0,
-    generation=0,
-    seed=None,
-    temperature=None,
-    max_model_len=None,
-    started=None,
-    tools=[],
-    rewards={},
-    advantage=None,
-    trained=False,
-    learner_logprobs=None,
-    row={},
-)
-
-Redact = Callable[[RolloutRecord], RolloutRecord | None]
+Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""Gets the JSON object that is to be written and returns what is written instead, or None."""
 
 
 class RolloutRecorder:
-    """Appends trajectories to a file; each line is flushed, so a killed run leaves whole lines.
+    """Append trajectories to a file. Each line is flushed, so a killed run leaves whole lines.
 
     Args:
-        path: made with its folders. A record that is there is appended to, in a session of its
-            own; a line that a killed run left unfinished is taken away.
-        tokenizer: spells the tokens, so that readers need none; without it `token_texts` is empty.
-        redact: gets each record as it would be written, and returns what is written instead; None
-            leaves the trajectory out. See `redact_secrets`.
+        path: the file; its folders are made. An existing record is appended to, in a session of
+            its own. A line that a killed run left unfinished is removed.
+        tokenizer: decodes the tokens, so that readers need none. Without it `token_texts` is empty.
+        redact: gets each record as the dict that would be written, and returns what is written
+            instead; None leaves the trajectory out. See `redact_secrets`.
 
     Raises:
-        RecordError: the file is there and is no record of this schema.
-        OSError: the folder can't be written.
+        RecordError: the file exists and is not a record of this schema, or another recorder
+            writes to it.
+        OSError: the file can't be written.
     """
 
     def __init__(
@@ -72,9 +57,13 @@ class RolloutRecorder:
     ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.session = _next_session(self.path)
-        # a lone surrogate, which a model can write in a call, becomes JSON's own escape
-        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = self.path.open("ab", buffering=0)
+        try:
+            _lock(self._file.fileno(), self.path)
+            self.session = _next_session(self.path)
+        except BaseException:
+            self._file.close()
+            raise
         self._pieces = None if tokenizer is None else _Pieces(tokenizer)
         self._redact = redact
         self._num_written: Counter[str] = Counter()
@@ -83,34 +72,36 @@ class RolloutRecorder:
         """Append one record.
 
         Args:
-            fields: what the run knows of the trajectory, by the names of `RunFields`.
+            fields: what the run knows about the trajectory, by the names of `RunFields`.
 
         Returns:
-            The record's id, unique in the file; None where `redact` left it out.
+            The record's id, unique in the file; None if `redact` left it out.
+
+        Raises:
+            RecordError: `redact` returned something that is not a record.
+            OSError: the line can't be written; the file is as it was before.
         """
-        record = self._record(trajectory, fields)
+        record = self._record(trajectory, _known(fields))
+        line = to_json(record.model_dump(by_alias=True))
         if self._redact is not None:
-            redacted = self._redact(json.loads(to_json(record)))
+            redacted = self._redact(json.loads(line))
             if redacted is None:
                 return None
-            check_record(redacted, f"Record {record['id']}, redacted")
-            record = redacted
-        self._write_line(record)
-        return record["id"]
+            check_record(redacted, f"Record {record.id}, redacted")
+            line = to_json(redacted)
+        self._write_line(line)
+        return record.id
 
     def amend(self, record_id: str, **fields: Any) -> None:
-        """Append what became known of a record that is written; readers join the two."""
-        self._write_line(
-            {
-                "schema": SCHEMA_VERSION,
-                "amends": record_id,
-                "session": self.session,
-                **_known(fields),
-            }
-        )
+        """Append what became known about a written record; readers join the two."""
+        amendment = {"schema": SCHEMA_VERSION, "amends": record_id, "session": self.session}
+        self._write_line(to_json({**amendment, **_known(fields)}))
 
     def close(self) -> None:
-        self._file.close()
+        """Release the file; further calls do nothing."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked workers may hold the file open
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -119,31 +110,43 @@ class RolloutRecorder:
         self.close()
 
     def _record(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> RolloutRecord:
-        run: Any = {**_DEFAULTS, **_known(fields)}
-        ids = {*trajectory.prompt_ids, *trajectory.completion_ids}
+        run = RunFields(**fields)
+        ids = set(trajectory.prompt_ids).union(*(s.token_ids for s in trajectory.segments))
         return RolloutRecord(
-            schema=SCHEMA_VERSION,
+            **dict(run),
             id=self._next_id(run),
             session=self.session,
             time=time.time(),
-            **run,
-            **trajectory_record(trajectory),
+            stop_reason=trajectory.stop_reason,
+            error=trajectory.error,
+            thinking=trajectory.thinking,
+            messages=trajectory.messages,
+            num_prompt_messages=trajectory.num_prompt_messages,
+            prompt_ids=trajectory.prompt_ids,
+            turns=trajectory.turns,
             token_texts={} if self._pieces is None else self._pieces.of(ids),
         )
 
-    def _next_id(self, run: Mapping[str, Any]) -> str:
-        place = f"{run['mode']}-{run['step']}-{run['rank']}"
+    def _next_id(self, run: RunFields) -> str:
+        place = f"{run.mode}-{run.step}-{run.rank}"
         number = self._num_written[place]
         self._num_written[place] += 1
         return f"{place}-{number}" if self.session == 1 else f"{place}-{number}-{self.session}"
 
-    def _write_line(self, line: Mapping[str, Any]) -> None:
-        self._file.write(to_json(line) + "\n")
-        self._file.flush()
+    def _write_line(self, line: str) -> None:
+        # a lone surrogate, which a model can write in a call, becomes JSON's own escape
+        left = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
 
 class _Pieces:
-    """Each id's text, decoded once."""
+    """Decode each id once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -155,55 +158,41 @@ class _Pieces:
         return dict([self._items[token] for token in token_ids])
 
 
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """The trajectory in JSON's types, tokens flat: ids, mask and logprobs of one length."""
-    return {
-        "stop_reason": trajectory.stop_reason.value,
-        "error": trajectory.error,
-        "thinking": trajectory.thinking,
-        "messages": trajectory.messages,
-        "num_prompt_messages": trajectory.num_prompt_messages,
-        "prompt_ids": trajectory.prompt_ids,
-        "completion_ids": trajectory.completion_ids,
-        "completion_mask": trajectory.completion_mask,
-        "logprobs": trajectory.logprobs,
-        "policy_versions": trajectory.policy_versions,
-        "turn_outputs": trajectory.turn_outputs,
-        "tool_results": [
-            {"name": result.name, "content": result.content, "status": result.status}
-            for result in trajectory.tool_results
-        ],
-        "spans": [
-            {"kind": s.kind, "name": s.name, "start_s": s.start_s, "end_s": s.end_s}
-            for s in trajectory.spans
-        ],
-    }
-
-
 def _known(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    unknown = sorted(fields.keys() - _DEFAULTS.keys())
+    unknown = sorted(fields.keys() - RunFields.model_fields.keys())
     if unknown:
-        raise TypeError(f"A record has no fields {unknown}. They are: {sorted(_DEFAULTS)}.")
+        raise TypeError(
+            f"A record has no fields {unknown}. They are: {sorted(RunFields.model_fields)}."
+        )
     return fields
 
 
+def _lock(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecordError(
+            f"{path} is written by another recorder. Close that one (`trainer.close()`), or give "
+            "each run a folder of its own."
+        ) from None
+
+
 def _next_session(path: Path) -> int:
-    """How many writers the file had, plus one; takes away the end of a line that was cut off."""
-    if not path.exists() or path.stat().st_size == 0:
-        return 1
-    with path.open("r+b") as file:
+    """Return the number of writers so far plus one; remove the end of a line that was cut off."""
+    with path.open("rb") as file:
         first = last = b""
         end = 0
         for line in file:
             first = first or line
             if line.endswith(b"\n"):
                 last, end = line, end + len(line)
-        if end == 0 and first.startswith(_BEGINNING):  # killed within its first line
-            file.truncate(0)
-            return 1
+    if not first or (end == 0 and first.startswith(b'{"schema":')):  # killed within its first line
+        session = 0
+    else:
         session = _session_of(first, path) and _session_of(last, path)
-        file.truncate(end)
-        return session + 1
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+    return session + 1
 
 
 def _session_of(line: bytes, path: Path) -> int:
@@ -211,9 +200,9 @@ def _session_of(line: bytes, path: Path) -> int:
         value = json.loads(line)
     except ValueError:
         value = None
-    if not isinstance(value, Mapping) or value.get("schema") != SCHEMA_VERSION:
+    if not isinstance(value, Mapping) or value.get("schema") not in _READABLE:
         raise RecordError(
-            f"{path} is there and is no record of schema {SCHEMA_VERSION}. Move it away, or choose "
-            "another path (the trainer's is `output_dir/rollouts.jsonl`)."
+            f"{path} exists and is not a record of schema {SCHEMA_VERSION}. Move it away, or "
+            "choose another path (the trainer's is `output_dir/rollouts.jsonl`)."
         )
     return value["session"]

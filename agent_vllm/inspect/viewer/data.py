@@ -1,8 +1,8 @@
-"""What the viewer's page shows of a record: a row for the list and a body for each trajectory.
+"""Turn a record into what the page shows: a row for the list and a body per trajectory.
 
-Owns the way from a record's fields to strings and numbers that a browser can show as they are; the
-page knows nothing of the record's schema. Invariant: every token column of a body has the record's
-own values and length, and whatever is left out is said in a note.
+Owns the conversion of a record's fields to strings and numbers that a browser can show as they are.
+Invariant: every token column of a body has the record's own values and length, and whatever is left
+out is named in a note.
 """
 
 import base64
@@ -44,14 +44,14 @@ Shown = tuple[dict[str, Any], dict[str, Any]]  # row, body
 
 
 @dataclass
-class Report:
-    """A record as the page shows it; the newest `limit` trajectories have a row and a body.
+class PageData:
+    """Hold what the page shows; the newest `limit` trajectories have a row and a body.
 
     Attributes:
-        rows: one a trajectory, in the record's order.
+        rows: one per trajectory, in the record's order.
         bodies: JSON text by trajectory id.
-        steps: figures of each step and mode, over every trajectory of the record.
-        num_trajectories: of the record.
+        steps: figures per step and mode, over all trajectories of the record.
+        num_trajectories: number in the whole record.
         notes: what was left out, and why.
     """
 
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def index(self) -> dict[str, Any]:
-        """All but the bodies."""
+        """Return everything but the bodies."""
         return {
             "name": self.name,
             "rows": self.rows,
@@ -74,17 +74,17 @@ class Report:
         }
 
 
-def read_report(path: Path, limit: int) -> Report:
-    """The report of a record's newest `limit` trajectories; one at a time is read.
+def read_page_data(path: Path, limit: int) -> PageData:
+    """Read the newest `limit` trajectories of a record, one at a time.
 
-    What is wrong behind the first trajectory is a note, and the report ends there.
+    If a line after the first trajectory is wrong, the data ends there, with a note.
 
     Raises:
         OSError: the file can't be read.
         EmptyRecordError: the file holds no trajectory.
-        RecordError: the file is no record of rollouts, or of another schema.
+        RecordError: the file is not a record of rollouts, or has another schema.
     """
-    report = Report(name=path.name)
+    data = PageData(name=path.name)
     kept: deque[Shown] = deque(maxlen=limit)
     steps = _Steps()
     with warnings.catch_warnings(record=True, action="always") as warned:
@@ -92,21 +92,21 @@ def read_report(path: Path, limit: int) -> Report:
             for record in read_rollouts(path):
                 kept.append(_shown(record))
                 steps.add(kept[-1][0])
-                report.num_trajectories += 1
+                data.num_trajectories += 1
         except ValueError as error:
             if not kept:
                 raise
-            report.notes.append(f"Read up to here: {error}")
-    report.notes += [str(warning.message) for warning in warned]
-    report.rows = [row for row, _ in kept]
-    report.bodies = {row["id"]: to_json(body) for row, body in kept}
-    report.steps = steps.figures()
-    _note_what_is_left_out(report)
-    return report
+            data.notes.append(f"Read up to here: {error}")
+    data.notes += [str(warning.message) for warning in warned]
+    data.rows = [row for row, _ in kept]
+    data.bodies = {row["id"]: to_json(body) for row, body in kept}
+    data.steps = steps.figures()
+    _note_what_is_left_out(data)
+    return data
 
 
 def to_json(value: Any) -> str:
-    """JSON that stays data inside an HTML script element: ASCII alone, no `<`."""
+    """Return JSON that stays data inside an HTML script element: ASCII only, no `<`."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -117,66 +117,72 @@ def _shown(record: RolloutRecord) -> Shown:
     try:
         return _row(record), _body(record)
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
-        # calls of a message that are no objects; numbers too large, values nested too deep
-        raise RecordError(f"Record {record['id']} can't be shown: {error!r}.") from error
+        # a message's calls are not objects; numbers too large, values nested too deep
+        raise RecordError(f"Record {record.id} can't be shown: {error!r}.") from error
 
 
 def _row(record: RolloutRecord) -> dict[str, Any]:
-    """What the list, the timeline and the charts need."""
+    """Return what the list, the timeline and the charts need."""
     prompt, completion = _split(record)
-    statuses = Counter(result["status"] for result in record["tool_results"])
-    rewards = {name: _number(value) for name, value in record["rewards"].items()}
+    trajectory = record.trajectory
+    statuses = Counter(call.result.status for call in trajectory.calls)
+    rewards = {name: _number(value) for name, value in record.rewards.items()}
     known = [value for value in rewards.values() if value is not None]
     asked = [message for message in prompt if message.get("role") == "user"]
     answers = [message for message in completion if message.get("role") == "assistant"]
     return {
         **{name: record[name] for name in _AS_RECORDED},
         **{name: _number(record[name]) for name in ("temperature", "advantage", "time")},
-        "seed": _text(record["seed"]),
+        "seed": _text(record.seed),
         "rewards": rewards,
         "reward": _number(sum(known)) if known else None,
         "num_turns": len(answers),
         "num_calls": statuses.total(),
         "num_failed": statuses["failed"],
         "num_invalid": statuses["invalid"],
-        "num_prompt_tokens": len(record["prompt_ids"]),
-        "num_completion_tokens": len(record["completion_ids"]),
-        "num_sampled_tokens": sum(record["completion_mask"]),
+        "num_prompt_tokens": len(record.prompt_ids),
+        "num_completion_tokens": sum(len(s.token_ids) for s in trajectory.segments),
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
         "spans": [
-            [span["kind"], span["name"], _number(span["start_s"]) or 0, _number(span["end_s"]) or 0]
-            for span in record["spans"]
+            [span.kind, span.name, _number(span.start_s) or 0, _number(span.end_s) or 0]
+            for span in trajectory.spans
         ],
         "question": _preview(asked[-1]) if asked else "",
     }
 
 
 def _body(record: RolloutRecord) -> dict[str, Any]:
-    """What is looked at when the trajectory is opened; token columns in base64."""
+    """Return what is shown when the trajectory is opened; token columns in base64."""
     prompt, completion = _split(record)
-    learner_logprobs = record["learner_logprobs"]
+    trajectory = record.trajectory
+    learner_logprobs = record.learner_logprobs
     contents = {_text(message.get("content")) for message in completion}
     return {
         "prompt": [_message(message) for message in prompt],
         "completion": [_message(message) for message in completion],
-        # texts that a message shows already are not said twice
-        "turn_outputs": [_unless_in(contents, output) for output in record["turn_outputs"]],
+        # a text that a message shows already is left out
+        "turn_outputs": [_unless_in(contents, turn.text) for turn in record.turns],
         "tool_results": [
-            result | {"content": _unless_in(contents, result["content"])}
-            for result in record["tool_results"]
+            {
+                "name": call.result.name,
+                "content": _unless_in(contents, call.result.content),
+                "status": call.result.status,
+            }
+            for call in trajectory.calls
         ],
-        "row": {name: _text(value) for name, value in record["row"].items()},
-        "prompt_ids": _column("i", record["prompt_ids"]),
-        "completion_ids": _column("i", record["completion_ids"]),
-        "completion_mask": _column("B", record["completion_mask"]),
-        "logprobs": _column("f", record["logprobs"]),
+        "row": {name: _text(value) for name, value in record.row.items()},
+        "prompt_ids": _column("i", record.prompt_ids),
+        "completion_ids": _column("i", trajectory.completion_ids),
+        "completion_mask": _column("B", trajectory.completion_mask),
+        "logprobs": _column("f", trajectory.logprobs),
         "learner_logprobs": None if learner_logprobs is None else _column("f", learner_logprobs),
-        "token_texts": record["token_texts"],
+        "token_texts": record.token_texts,
     }
 
 
 def _split(record: RolloutRecord) -> tuple[Sequence[Message], Sequence[Message]]:
-    num_prompt = record["num_prompt_messages"]
-    return record["messages"][:num_prompt], record["messages"][num_prompt:]
+    trajectory = record.trajectory
+    return record.messages[: record.num_prompt_messages], trajectory.completion_messages
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def _call(call: Message) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    """Strings as they are, everything else as JSON in the record's own digits."""
+    """Return a string as it is, everything else as JSON in the record's own digits."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, indent=2, ensure_ascii=False)
@@ -211,12 +217,12 @@ def _preview(message: Message) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """A number that JSON has; none for NaN and infinities."""
+    """Return a number that JSON has; None for NaN and infinities."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _column(typecode: str, values: Iterable[float]) -> str:
-    """Numbers as little-endian bytes in base64: i int32 (-1: redacted), B uint8, f float32."""
+    """Pack numbers as little-endian bytes in base64: i int32 (-1: redacted), B uint8, f float32."""
     column = array(typecode, values)
     if sys.byteorder == "big":
         column.byteswap()
@@ -227,7 +233,7 @@ def _column(typecode: str, values: Iterable[float]) -> str:
 
 
 class _Steps:
-    """Figures by step and mode: rewards and what ended the trajectories."""
+    """Collect figures by step and mode: rewards and stop reasons."""
 
     def __init__(self) -> None:
         self._rewards: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -241,7 +247,7 @@ class _Steps:
                 self._rewards[key][name].append(value)
 
     def figures(self) -> list[dict[str, Any]]:
-        """In order of steps; "" names the sum of all reward functions."""
+        """Return them in order of steps; "" names the sum of all reward functions."""
         return [
             {
                 "step": step,
@@ -257,10 +263,10 @@ class _Steps:
         ]
 
 
-def _note_what_is_left_out(report: Report) -> None:
-    num_left_out = report.num_trajectories - len(report.rows)
+def _note_what_is_left_out(data: PageData) -> None:
+    num_left_out = data.num_trajectories - len(data.rows)
     if num_left_out:
-        report.notes.append(
-            f"The newest {len(report.rows)} of {report.num_trajectories} trajectories are here; "
-            "the curves are over all. Use --limit for more."
+        data.notes.append(
+            f"The newest {len(data.rows)} of {data.num_trajectories} trajectories are shown; "
+            "the curves are over all of them. Use --limit for more."
         )

@@ -1,10 +1,9 @@
-"""Serve the viewer's page on this machine and follow the record as it grows.
+"""Show the viewer's page on this machine and follow the record as it grows.
 
-Owns the server. Invariant: it answers this machine alone, under its own name alone (a page of
-another site can't reach it by a name that it points here), and only reads.
+Invariant: the server only reads, answers only this machine, and only under its own name, so that a
+page of another site can't reach it through a name that points here.
 """
 
-import json
 import sys
 import threading
 import time
@@ -14,44 +13,44 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from agent_vllm.errors import EmptyRecordError
-from agent_vllm.inspect.viewer.data import Report, read_report, to_json
+from agent_vllm.inspect.viewer.data import PageData, read_page_data, to_json
+from agent_vllm.inspect.viewer.page import page_html
 
 _HOST = "127.0.0.1"
-_SHARE_OF_TIME = 0.2  # that reading a growing record may take
+_READING_SHARE = 0.2  # of the time, at most, while the record grows
 
 
-class LiveReport:
-    """The report of a file as it is now; read anew when the file has changed.
+class LiveData:
+    """Read a record again whenever its file has changed.
 
     Args:
-        path: the record; it may not be there yet.
+        path: the record; it may not exist yet.
         limit: newest trajectories to show.
 
     Attributes:
-        version: counts the readings.
+        version: number of times that the file was read.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
         self.limit = limit
         self.version = 0
-        self._report = Report(name=path.name)
+        self._data = PageData(name=path.name)
         self._read_state: tuple[int, int] | None = None
         self._next_s = 0.0
         self._lock = threading.Lock()
 
-    def current(self) -> Report:
-        """Raises ValueError where the file is no record, OSError where it can't be read."""
+    def current(self) -> PageData:
+        """Return the data. Raises ValueError if the file is not a record, OSError if unreadable."""
         with self._lock:
             state = self._file_state()
-            if state != self._read_state and time.monotonic() >= self._next_s:
-                start_s = time.monotonic()
-                self._report = self._read()
-                took_s = time.monotonic() - start_s
-                self._next_s = start_s + took_s / _SHARE_OF_TIME
+            start_s = time.monotonic()
+            if state != self._read_state and start_s >= self._next_s:
+                self._data = self._read()
+                self._next_s = start_s + (time.monotonic() - start_s) / _READING_SHARE
                 self._read_state = state
                 self.version += 1
-            return self._report
+            return self._data
 
     def _file_state(self) -> tuple[int, int] | None:
         if not self.path.exists():
@@ -59,23 +58,23 @@ class LiveReport:
         status = self.path.stat()
         return status.st_size, status.st_mtime_ns
 
-    def _read(self) -> Report:
+    def _read(self) -> PageData:
         try:
-            return read_report(self.path, self.limit)
-        except (FileNotFoundError, EmptyRecordError):  # the run has not got there yet
-            return Report(name=self.path.name)
+            return read_page_data(self.path, self.limit)
+        except (FileNotFoundError, EmptyRecordError):  # nothing was recorded yet
+            return PageData(name=self.path.name)
 
 
-def serve(path: Path, page: str, *, limit: int, port: int) -> None:
-    """Serve until interrupted.
+def follow(path: Path, *, limit: int, port: int) -> None:
+    """Serve the page of a record until interrupted.
 
     Raises:
-        OSError: the file or the port can't be had.
-        ValueError: the file is no record of rollouts.
+        OSError: the file can't be read, or the port is taken.
+        ValueError: the file is not a record of rollouts.
     """
-    report = LiveReport(path, limit)
-    report.current()
-    with make_server(report, page, port) as server:
+    data = LiveData(path, limit)
+    data.current()
+    with make_server(data, port) as server:
         print(f"http://{_HOST}:{server.server_port}/ follows {path}; Ctrl+C ends it", flush=True)
         try:
             server.serve_forever()
@@ -83,64 +82,58 @@ def serve(path: Path, page: str, *, limit: int, port: int) -> None:
             print(file=sys.stderr)
 
 
-def make_server(report: LiveReport, page: str, port: int) -> ThreadingHTTPServer:
-    """A server that is bound and not yet running; port 0 takes a free one.
+def make_server(data: LiveData, port: int) -> ThreadingHTTPServer:
+    """Return a bound server that is not running yet; port 0 takes a free one.
 
     Raises:
         OSError: the port is taken.
     """
 
     class Handler(_Handler):
-        live_report = report
-        page_bytes = page.encode("utf-8")
+        live_data = data
+        page = page_html(live=True)
 
     try:
         return ThreadingHTTPServer((_HOST, port), Handler)
     except OSError as error:
-        raise OSError(f"Port {port} can't be had: {error}. Choose another with --port.") from error
+        raise OSError(f"Port {port} is taken: {error}. Choose another with --port.") from error
 
 
 class _Handler(BaseHTTPRequestHandler):
-    live_report: LiveReport
-    page_bytes: bytes
+    live_data: LiveData
+    page: str
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         port = self.connection.getsockname()[1]
-        names = [f"{name}:{port}" for name in (_HOST, "localhost")]
-        if self.headers.get("Host") not in names:
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"Ask for 127.0.0.1.")
+        if self.headers.get("Host") not in (f"{_HOST}:{port}", f"localhost:{port}"):
+            self._answer(HTTPStatus.FORBIDDEN, f"Ask for {_HOST}.")
         elif url.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", self.page_bytes)
+            self._answer(HTTPStatus.OK, self.page, "text/html")
         elif url.path == "/index":
             self._index(query.get("version"))
-        elif url.path == "/body":
-            self._body(query.get("id", ""))
+        elif url.path == "/body" and query.get("id") in (bodies := self.live_data.current().bodies):
+            self._answer(HTTPStatus.OK, bodies[query["id"]], "application/json")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"Not here.")
+            self._answer(HTTPStatus.NOT_FOUND, "Not here.")
 
     def _index(self, seen_version: str | None) -> None:
-        """The index, or nothing new."""
+        """Answer with the index, or with nothing if the page has it already."""
         try:
-            index = self.live_report.current().index
+            index = self.live_data.current().index
         except (OSError, ValueError) as error:
-            self._answer(HTTPStatus.CONFLICT, "text/plain", str(error).encode("utf-8", "replace"))
+            self._answer(HTTPStatus.CONFLICT, str(error))
             return
-        if seen_version == str(self.live_report.version):
-            self._answer(HTTPStatus.NO_CONTENT, "application/json", b"")
-            return
-        index = index | {"version": self.live_report.version}
-        self._answer(HTTPStatus.OK, "application/json", to_json(index).encode("ascii"))
-
-    def _body(self, trajectory_id: str) -> None:
-        body = self.live_report.current().bodies.get(trajectory_id)
-        if body is None:
-            self._answer(HTTPStatus.NOT_FOUND, "application/json", json.dumps(None).encode())
+        version = self.live_data.version
+        if seen_version == str(version):
+            self._answer(HTTPStatus.NO_CONTENT, "", "application/json")
         else:
-            self._answer(HTTPStatus.OK, "application/json", body.encode("ascii"))
+            index = to_json(index | {"version": version})
+            self._answer(HTTPStatus.OK, index, "application/json")
 
-    def _answer(self, status: HTTPStatus, content_type: str, content: bytes) -> None:
+    def _answer(self, status: HTTPStatus, text: str, content_type: str = "text/plain") -> None:
+        content = text.encode("utf-8", "replace")
         self.send_response(status)
         self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -150,4 +143,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not news."""
+        """Log nothing: requests are not news."""

@@ -1,4 +1,4 @@
-// A batch on the clock: when each trajectory waited for the model, and when for its tools.
+// A batch on the clock: when each trajectory waited for the model, and when for tools or its user.
 
 const TIMELINE_ORDERS = { "by end": (a, b) => endOf(b) - endOf(a), "by group": (a, b) => a.group - b.group || a.generation - b.generation };
 let timelineOrder = "by end";
@@ -57,7 +57,7 @@ function timelineTools(row, onOpen) {
     el("label", { class: "field" }, el("span", {}, "Order"), select),
     el("ul", { class: "legend" },
       el("li", {}, el("span", { class: "swatch span-model" }), " model"),
-      el("li", {}, el("span", { class: "swatch span-tool" }), " tool, hatched"),
+      el("li", {}, el("span", { class: "swatch span-tool" }), " tool or user, hatched"),
       el("li", {}, "◆ ends last")),
   );
 }

@@ -1,4 +1,4 @@
-"""From a record to what the viewer shows; what is said of bad input; the server of a live run."""
+"""The viewer's data, its errors for bad input, and the server of a live run."""
 
 import base64
 import contextlib
@@ -18,9 +18,9 @@ from fakes import sampled, trajectory
 from records import hostile_record, record, write
 
 from agent_vllm.cli import main
-from agent_vllm.inspect.viewer.data import Report, read_report, to_json
-from agent_vllm.inspect.viewer.live import LiveReport, make_server
-from agent_vllm.inspect.viewer.page import page, write_report
+from agent_vllm.inspect.viewer.data import PageData, read_page_data, to_json
+from agent_vllm.inspect.viewer.live import LiveData, make_server
+from agent_vllm.inspect.viewer.page import write_page
 from agent_vllm.record import RolloutRecorder
 from agent_vllm.record.export import write_parquet
 
@@ -43,7 +43,7 @@ def column(typecode, text):
 
 def test_a_body_has_the_records_columns(path):
     learner = [-0.5, math.nan, 0.0, -1.75, -0.125]
-    report = read_report(write(path, [record(learner_logprobs=learner)]), limit=9)
+    report = read_page_data(write(path, [record(learner_logprobs=learner)]), limit=9)
     body = json.loads(report.bodies["t0"])
     assert column("i", body["prompt_ids"]) == [1, 2]
     assert column("i", body["completion_ids"]) == [3, 4, 5, 6, 7]
@@ -58,7 +58,7 @@ def test_a_recorded_file_is_shown_with_what_was_amended(path):
     with RolloutRecorder(path) as recorder:
         record_id = recorder.write(trajectory([1], sampled(2, 3)), step=4, row={"answer": [3]})
         recorder.amend(record_id, learner_logprobs=[-0.25, -4.0])
-    report = read_report(path, limit=9)
+    report = read_page_data(path, limit=9)
     (row,) = report.rows
     assert (row["id"], row["step"], row["num_sampled_tokens"]) == ("rollout-4-0-0", 4, 2)
     body = json.loads(report.bodies["rollout-4-0-0"])
@@ -71,21 +71,21 @@ def test_parquet_shows_the_same(path):
     write(path, [record(), record("t1", advantage=None)])
     output = path.with_suffix(".parquet")
     write_parquet(path, output)
-    report = read_report(output, limit=9)
-    assert report == replace(read_report(path, limit=9), name=output.name)
+    report = read_page_data(output, limit=9)
+    assert report == replace(read_page_data(path, limit=9), name=output.name)
 
 
 def test_the_newest_are_kept_and_the_figures_are_over_all(path):
     lines = [record(f"t{i}", step=i // 2, rewards={"a": i, "b": None}) for i in range(6)]
-    report = read_report(write(path, lines), limit=2)
+    report = read_page_data(write(path, lines), limit=2)
     assert ids(report) == list(report.bodies) == ["t4", "t5"]
     assert [step["rewards"]["a"]["mean"] for step in report.steps] == [0.5, 2.5, 4.5]
     assert [step["num"] for step in report.steps] == [2, 2, 2]
-    assert report.notes[-1].startswith("The newest 2 of 6 trajectories are here")
+    assert report.notes[-1].startswith("The newest 2 of 6 trajectories are shown")
 
 
 def test_data_can_not_leave_its_script_element(path):
-    report = read_report(write(path, [hostile_record("t0")]), limit=9)
+    report = read_page_data(write(path, [hostile_record("t0")]), limit=9)
     for text in (*report.bodies.values(), to_json(report.index)):
         assert "<" not in text
         assert text.isascii()
@@ -97,32 +97,32 @@ def test_data_can_not_leave_its_script_element(path):
 
 def test_a_line_that_was_cut_off_is_a_note(path):
     path.write_text(json.dumps(record("t0")) + "\n" + json.dumps(record("t1"))[:-9])
-    report = read_report(path, limit=9)
+    report = read_page_data(path, limit=9)
     assert ids(report) == ["t0"]
     (note,) = report.notes
     assert note == f"{path}:2 is cut off, as by a run that was killed; it is skipped."
 
 
-AMENDMENT = {"schema": 2, "amends": "t0", "session": 1, "advantage": 1.0}
+AMENDMENT = {"schema": 3, "amends": "t0", "session": 1, "advantage": 1.0}
 
 
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        (record("t1", schema=3), ":2 has schema 3, this version reads 2."),
-        (AMENDMENT | {"schema": 3}, ":2 has schema 3, this version reads 2."),
+        (record("t1", schema=4), ":2 has schema 4, this version reads 2 and 3."),
+        (AMENDMENT | {"schema": 4}, ":2 has schema 4, this version reads 2 and 3."),
         (json.dumps(AMENDMENT)[:-9], ":2 is not JSON: "),
         ("[" * 100_000, ":2 is not JSON: "),
         (record("t0"), ":2 has id 't0', which line 1 has too."),
-        (record("t1", messages=[3]), ":2: `messages` must be a list of messages"),
+        (record("t1", messages=[3]), ":2: `messages.0` must be a valid dictionary, got 3."),
         (record("t1", prompt_ids=[2**31]), "Record t1 can't be shown: "),
-        (record("t1", rewards={"a": 10**400}), "Record t1 can't be shown: OverflowError"),
+        (record("t1", rewards={"a": 10**400}), ":2: `rewards.a` must be a valid number, got 1000"),
         (record("t1", messages=[{"tool_calls": [3]}]), "Record t1 can't be shown: AttributeError"),
         (record("t1", messages=[{"tool_calls": 3}]), "Record t1 can't be shown: TypeError"),
     ],
 )
 def test_what_comes_before_a_wrong_line_is_shown(path, line, note):
-    report = read_report(write(path, [record("t0"), line, record("t2")]), limit=9)
+    report = read_page_data(write(path, [record("t0"), line, record("t2")]), limit=9)
     assert ids(report) == ["t0"]
     assert report.rows[0]["advantage"] == 0.5
     (said,) = report.notes
@@ -147,10 +147,10 @@ def test_the_command_writes_one_file_beside_the_record(path, capsys):
     ("lines", "error"),
     [
         ([], "holds no recorded trajectory"),
-        (["[1, 2]"], ":1 is no recorded rollout: it has no `schema`."),
+        (["[1, 2]"], ":1 is not a recorded rollout: it has no `schema`."),
         (["\x89PNG"], ":1 is not JSON: Expecting value"),
-        (['{"loss": 0.5}'], ":1 is no recorded rollout: it has no `schema`."),
-        ([record(schema=1)], ":1 has schema 1, this version reads 2."),
+        (['{"loss": 0.5}'], ":1 is not a recorded rollout: it has no `schema`."),
+        ([record(schema=1)], ":1 has schema 1, this version reads 2 and 3."),
         ([json.dumps(record())[:99]], ":1 is not JSON: "),
     ],
 )
@@ -169,7 +169,7 @@ def test_files_that_can_not_be_read_or_written_are_errors(path, capsys):
     assert view(path, "--limit", 0) == 1
     errors = capsys.readouterr().err.splitlines()
     assert [error.startswith("agent-vllm view: ") for error in errors] == [True] * 4
-    assert "is not there" in errors[0] and str(path) in errors[0]
+    assert "does not exist" in errors[0] and str(path) in errors[0]
     assert "none" in errors[1]
     assert "must be another file than the record" in errors[2]
     assert "--limit must be 1 or more, got 0" in errors[3]
@@ -190,7 +190,7 @@ def test_a_folder_without_write_access(path, capsys):
 
 @contextlib.contextmanager
 def serving(path):
-    server = make_server(LiveReport(path, limit=9), page(live=True), port=0)
+    server = make_server(LiveData(path, limit=9), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -218,8 +218,8 @@ def test_a_port_that_is_taken_is_an_error(path, capsys):
     write(path, [record()])
     with serving(path) as address:
         port = address.rpartition(":")[2]
-        assert view(path, "--serve", "--port", port) == 1
-    assert f"Port {port} can't be had" in capsys.readouterr().err
+        assert view(path, "--live", "--port", port) == 1
+    assert f"Port {port} is taken" in capsys.readouterr().err
 
 
 def test_another_sites_name_is_refused(path):
@@ -232,7 +232,7 @@ def test_another_sites_name_is_refused(path):
 def test_a_run_that_has_recorded_nothing_yet(path, text):
     if text is not None:
         path.write_text(text)
-    assert LiveReport(path, limit=9).current() == Report(name=path.name)
+    assert LiveData(path, limit=9).current() == PageData(name=path.name)
 
 
 def test_a_record_that_went_bad_is_said(path):
@@ -273,7 +273,7 @@ def test_the_page_follows_a_growing_file(path):
 def test_a_report_is_written_in_the_records_order(path):
     lines = [record(f"t{i}") for i in range(3)]
     output = path.with_suffix(".html")
-    write_report(write(path, lines), output)
+    write_page(write(path, lines), output)
     assert re.findall(r'id="(index|body-\d+)"', output.read_text()) == [
         "index",
         "body-0",
