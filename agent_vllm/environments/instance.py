@@ -11,10 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from agent_vllm.tools import Tool, ToolFailure
-from agent_vllm.tools.loops import LoopThread
-from agent_vllm.tools.results import failure
-from agent_vllm.tools.threads import Worker
+from agent_vllm.tools import LoopThread, Tool, ToolFailure, Worker
 
 
 class EnvironmentFailed(Exception):
@@ -77,10 +74,10 @@ class Instance:
         """
         try:
             if inspect.iscoroutinefunction(work):
-                return await self._async_loop().call(_awaited(work), None)
-            value = await self._sync_worker().call(lambda: _called(work))
+                return await self._async_loop().call(work, None)
+            value = await self._sync_worker().call(work)
             if inspect.isawaitable(value):
-                return await self._async_loop().call(_awaited(lambda: value), None)
+                return await self._async_loop().call(lambda: value, None)
             return value
         except asyncio.CancelledError:
             self.is_usable = False
@@ -119,19 +116,3 @@ class Instance:
         if self._loop is None or self._loop.is_stuck:
             self._loop = LoopThread()
         return self._loop
-
-
-def _called(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except BaseException as error:  # SystemExit and its like are the environment's trouble too
-        raise failure(error) from error
-
-
-async def _awaited(work: Callable[[], Any]) -> Any:
-    try:
-        return await work()
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the loop
-        raise failure(error) from error
