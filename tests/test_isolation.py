@@ -15,8 +15,7 @@ import untrusted
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import as_tool, isolated
-from agent_vllm.tools.results import MAX_RESULT_CHARS
+from agent_vllm.tools import MAX_RESULT_CHARS, as_tool, isolated
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,8 +17,8 @@ from agent_vllm.tools import (
     ToolRunner,
     as_tool,
     encode_result,
-    threads,
     tools_by_name,
+    workers,
 )
 from agent_vllm.types import ToolCall, ToolResult
 
@@ -67,6 +67,35 @@ def test_missing_docstring():
 def test_not_a_function():
     with pytest.raises(ToolDefinitionError, match=r"must be a function or an .*got 3"):
         as_tool(3)
+
+
+def test_types_in_a_docstring_are_left_to_the_hints():
+    def f(a: int, b: str | None = None) -> int:
+        """
+        Do.
+
+        Args:
+            a (int): first (of two): a number
+            b (Optional[tuple(int)], optional): second
+                note (see above): more
+
+        Returns:
+            int: the result
+        """
+
+    described = as_tool(f).schema["function"]["parameters"]["properties"]
+    assert {name: schema["description"] for name, schema in described.items()} == {
+        "a": "first (of two): a number",
+        "b": "second note (see above): more",
+    }
+
+
+def test_a_tool_in_place_of_a_list_of_tools():
+    for lone in (add, as_tool(add)):
+        with pytest.raises(
+            ToolDefinitionError, match=r"got the tool `add` itself. Write `\[add\]`"
+        ):
+            tools_by_name(lone)
 
 
 def test_two_tools_of_one_name():
@@ -372,8 +401,8 @@ def test_b18_async_tool_that_holds_its_loop(hold):
 
 
 def test_b18_threads_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
-    monkeypatch.setattr(threads, "_hanging", set())
+    monkeypatch.setattr(workers, "MAX_HANGING_CALLS", 2)
+    monkeypatch.setattr(workers, "_hanging", set())
     release = threading.Event()
     wait = tool(release.wait)
 
@@ -382,7 +411,7 @@ def test_b18_threads_do_not_pile_up(monkeypatch):
         named = tools_by_name([wait])
         results = [(await runner.run([ask()], named))[0] for _ in range(4)]
         release.set()
-        for thread in list(threads._hanging):
+        for thread in list(workers._hanging):
             thread.join(5)
         return [*results, *await runner.run([ask()], named)]
 
@@ -407,7 +436,7 @@ def test_calls_share_threads_but_never_one_that_was_given_up():
         named = tools_by_name([tool(note, "note"), tool(hang, "hang")])
         for name, timeout_s in [("note", None), ("note", None), ("hang", 1.0)]:
             await runner.run([ask(name)], named, timeout_s)
-            while name == "note" and seen[-1] not in [worker.thread for worker in threads._idle]:
+            while name == "note" and seen[-1] not in [worker.thread for worker in workers._idle]:
                 await asyncio.sleep(0.01)
         release.set()
         await runner.run([ask("note")], named)
