@@ -17,6 +17,7 @@ from agent_vllm.tools import (
     ToolRunner,
     as_tool,
     encode_result,
+    row_function,
     tools_by_name,
     workers,
 )
@@ -96,6 +97,33 @@ def test_a_tool_in_place_of_a_list_of_tools():
             ToolDefinitionError, match=r"got the tool `add` itself. Write `\[add\]`"
         ):
             tools_by_name(lone)
+
+
+def test_a_tool_in_place_of_a_function_from_rows_to_tools():
+    def bare(a, b):
+        return a + b
+
+    def search(query: str) -> str:
+        """
+        Search.
+
+        Args:
+            query: what for
+        """
+
+    def described(row: dict) -> list:
+        """
+        Choose the tools of a row.
+
+        Args:
+            row: the dataset's
+        """
+
+    for lone in (add, bare, search, lambda: [add]):
+        with pytest.raises(ToolDefinitionError, match="`tools` must be a list of tools"):
+            row_function(lone)
+    for chooser in (lambda row: [add], described, lambda row, more=None: []):
+        assert row_function(chooser) is chooser
 
 
 def test_two_tools_of_one_name():

@@ -15,7 +15,7 @@ from agent_vllm.tools.results import (
     failure,
 )
 from agent_vllm.tools.runner import ToolRunner
-from agent_vllm.tools.tool import Tool, as_tool, tool_name, tools_by_name
+from agent_vllm.tools.tool import Tool, as_tool, row_function, tool_name, tools_by_name
 from agent_vllm.tools.workers import LoopThread, Worker
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "encode_result",
     "failure",
     "isolated",
+    "row_function",
     "tool_name",
     "tools_by_name",
 ]

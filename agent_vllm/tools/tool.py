@@ -122,10 +122,7 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
         ToolDefinitionError: no list was given, a tool can't be described, or two have one name.
     """
     if isinstance(tools, Tool) or inspect.isroutine(tools):
-        name = tool_name(tools)
-        raise ToolDefinitionError(
-            f"`tools` must be a list of tools, got the tool `{name}` itself. Write `[{name}]`."
-        )
+        raise _no_list(tool_name(tools))
     named: dict[str, Tool] = {}
     for tool in map(as_tool, tools or ()):
         if tool.name in named:
@@ -134,6 +131,36 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
             )
         named[tool.name] = tool
     return named
+
+
+def row_function(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function from a row to the row's tools, after checking that it is no tool itself.
+
+    Raises:
+        ToolDefinitionError: it takes other arguments than a row, or is described as a tool is.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    num_required = sum(
+        p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+    )
+    if not parameters or num_required > 1 or _is_described(function):
+        raise _no_list(getattr(function, "__name__", repr(function)))
+    return function
+
+
+def _is_described(function: Callable[..., Any]) -> bool:
+    """Return whether hints and docstring make it a tool, whose first argument is no row."""
+    try:
+        properties = _schema_of(function)["function"]["parameters"]["properties"]
+    except Exception:  # no hints or no docstring: the parser of both raises many kinds
+        return False
+    return next(iter(properties.values()), {}).get("type") != "object"
+
+
+def _no_list(name: str) -> ToolDefinitionError:
+    return ToolDefinitionError(
+        f"`tools` must be a list of tools, got the tool `{name}` itself. Write `[{name}]`."
+    )
 
 
 def tool_name(tool: Tool | Callable[..., Any]) -> str:
