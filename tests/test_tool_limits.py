@@ -168,6 +168,13 @@ def test_a_schema_that_is_none():
         with_parameters({"properties": {"a": {"default": object()}}})
 
 
+@pytest.mark.parametrize("key", ["name", "description"])
+def test_a_description_that_is_no_text(key):
+    function = {"name": "f", "description": "f", key: ["f"]}
+    with pytest.raises(ToolDefinitionError, match=rf"`{key}` must be text, got \['f'\]"):
+        Tool(schema={"type": "function", "function": function}, function=add)
+
+
 @pytest.mark.parametrize("reference", ["#/$defs/none", "http://127.0.0.1:9/schema.json"])
 def test_a_schema_that_refers_outside_of_itself(reference):
     with pytest.raises(ToolDefinitionError, match=rf"refer to '{reference}'".replace("$", r"\$")):

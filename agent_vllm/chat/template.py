@@ -71,7 +71,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"The chat template has an error: {error}") from error
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, given what a dataset or tool holds
             raise ChatTemplateError(
                 f"The chat template refused the conversation: {error}. Roles were "
                 f"{[message.get('role') for message in messages]}."
@@ -226,6 +226,10 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ChatTemplateError: the content holds an image or another block that is not text.
     """
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(
+            f"A message must be a dict with `role` and `content`, got {type(message).__name__}."
+        )
     message = {
         key: value if isinstance(value, str) else copy.deepcopy(value)
         for key, value in message.items()
@@ -233,12 +237,13 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
-        if any(kind != "text" for kind in kinds):
+        texts = [block.get("text") for block in content if isinstance(block, dict)]
+        if any(kind != "text" for kind in kinds) or not all(isinstance(t, str) for t in texts):
             raise ChatTemplateError(
                 f"Rollouts are text only, got a message of role {message.get('role')!r} with "
                 f"content blocks {kinds}. Leave images out, or describe them in text."
             )
-        message["content"] = "".join(block["text"] for block in content)
+        message["content"] = "".join(texts)
     return message
 
 

@@ -45,6 +45,10 @@ class Tool:
 
     def __post_init__(self) -> None:
         self._check_limits()
+        for key in ("name", "description"):
+            value = self.schema["function"].get(key, "")
+            if not isinstance(value, str):
+                raise ToolDefinitionError(f"A tool's `{key}` must be text, got {value!r}.")
         try:
             problem = schema_problem(json.dumps(self._parameters))
         except (TypeError, ValueError) as error:
