@@ -269,3 +269,16 @@ def test_results_that_cannot_be_written_fail_their_trajectory_only(scripted):
     assert "an odd result" in failed.error
     assert [result.content for result in failed.tool_results] == ["odd"]
     assert (fine.stop_reason, fine.num_turns) == (StopReason.ANSWERED, 2)
+
+
+def test_a_user_is_asked_after_a_call_that_no_json_holds(chat, scripted):
+    turns = ['<tool_call>{"name": "nope", "arguments": {"x": NaN}}</tool_call>', "sorry", "bye"]
+    said = ["and now?"]
+    (t,) = rollout_batch(
+        scripted(turns),
+        chat,
+        [user()],
+        [TOOLS],
+        users_batch=[lambda messages: said.pop() if said else None],
+    )
+    assert (t.stop_reason, t.num_turns) == (StopReason.ANSWERED, 3)
