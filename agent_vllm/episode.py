@@ -17,7 +17,12 @@ from agent_vllm.budget import Budget, Used
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
 from agent_vllm.environments import User, UserFailed, ask_user, user_suffix_ids
-from agent_vllm.errors import EngineDeadError, EngineError, InvalidRequestError
+from agent_vllm.errors import (
+    ChatTemplateError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+)
 from agent_vllm.observations import fit_results
 from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.status import RolloutStatus
@@ -106,6 +111,8 @@ class Episode:
                 stop = StopReason.ENVIRONMENT_ERROR
             while stop is None:
                 stop = await self._turn()
+        except ChatTemplateError as error:  # what follows this turn can't be written
+            self.error, stop = str(error), StopReason.ENVIRONMENT_ERROR
         finally:
             self.context.engine.forget(self.affinity)
         self.context.status.num_finished += 1

@@ -7,7 +7,8 @@ trajectory that was asked for is returned, in order, whatever happens to the oth
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from agent_vllm.blocking import run_blocking
@@ -15,6 +16,7 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.environments import User, user_suffix_ids
 from agent_vllm.episode import Episode, RolloutContext, RolloutTask
+from agent_vllm.errors import ChatTemplateError
 from agent_vllm.garbage import rare_full_collections
 from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.status import RolloutStatus
@@ -185,8 +187,9 @@ async def rollout_batch_async(
     Raises:
         ValueError: batch sizes differ, a conversation is empty, G trajectories share a user, or a
             sampling value is out of range (`InvalidRequestError`).
-        ToolDefinitionError, ChatTemplateError: a tool or conversation can't be written for the
-            model.
+        ToolDefinitionError: a tool can't be described to the model.
+        ChatTemplateError: the template can write none of the conversations. If it can't write some
+            of them, their trajectories end as `StopReason.ENVIRONMENT_ERROR`.
     """
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_strings=stop_strings
@@ -232,23 +235,43 @@ def _episodes(
     """Yield the G episodes of each task; those of one task share the work on its prompt."""
     formats = _formats(chat, thinking_ratio)
     rollout = uuid.uuid4().hex[:8]
+    prompts = [_prompts(formats, task) for task in tasks]
+    _refuse_if_none_is_written(prompts)
     for row, task in enumerate(tasks):
-        prompts: dict[bool | None, list[int]] = {}  # by thinking
+        prompt = prompts[row]
+        if isinstance(prompt, ChatTemplateError):
+            task = replace(task, error=task.error or str(prompt))
+            prompt = {key: [chat.end_token_ids[0]] for key in formats}  # no row may be empty
         for generation in range(num_generations):
             seeds = random.Random(f"{seed}/{row}/{generation}")
             thinking = None if thinking_ratio is None else seeds.random() < thinking_ratio
-            if thinking not in prompts:
-                tools = list(task.tools.values())
-                prompts[thinking] = formats[thinking].prompt_ids(task.messages, tools)
             yield Episode(
                 task,
                 context,
                 chat=formats[thinking],
-                prompt_ids=prompts[thinking],
+                prompt_ids=prompt[thinking],
                 thinking=thinking,
                 affinity=f"rollout {rollout}, row {row}, sample {generation}",
                 seeds=seeds,
             )
+
+
+def _prompts(
+    formats: Mapping[bool | None, ChatFormat], task: RolloutTask
+) -> dict[bool | None, list[int]] | ChatTemplateError:
+    """Return the ids of a task's prompt by thinking, or why it can't be written."""
+    tools = list(task.tools.values())
+    try:
+        return {thinking: f.prompt_ids(task.messages, tools) for thinking, f in formats.items()}
+    except ChatTemplateError as error:
+        return error
+
+
+def _refuse_if_none_is_written(prompts: Sequence[Any]) -> None:
+    """Raise the first error where every prompt has one: the fault is not one row's."""
+    errors = [prompt for prompt in prompts if isinstance(prompt, ChatTemplateError)]
+    if errors and len(errors) == len(prompts):
+        raise errors[0]
 
 
 def _formats(chat: ChatFormat, thinking_ratio: float | None) -> dict[bool | None, ChatFormat]:

@@ -1,4 +1,4 @@
-"""Folders that are made once per machine and kept: in `AGENT_VLLM_CACHE` or `~/.cache/agent_vllm`."""
+"""Folders made once per machine and kept: in `AGENT_VLLM_CACHE` or `~/.cache/agent_vllm`."""
 
 import hashlib
 import os

@@ -333,23 +333,30 @@ _PAGE = """\
 <!-- Written by `python tests/families.py > docs/chat_templates.md`; a test compares. -->
 # Chat templates
 
-All {total} templates that TRL {version} ships: {passed} pass, {refused} are refused. For those that
-pass, `tests/test_families.py` checks on a tokenizer with the family's control tokens that prompt,
-turn and suffix are token by token what the template renders for the whole conversation (one call
-and several, with thinking and without, a second round of tools), that calls are read back as they
-were written, and that control tokens spelled in a tool's result stay text.
+TRL {version} ships {total} chat templates. {passed} of them can be used, {refused} are refused.
 
-- *as*: the template itself, or TRL's training variant in its place.
-- *ends*: the tokens that end a turn; the first in bold ends one with calls.
-- *calls*: how many the template writes in a turn.
-- *not read back*: kinds of arguments that the template writes ambiguously.
+For each template that can be used, `tests/test_families.py` checks three things, with a tokenizer
+that has the family's control tokens:
+
+- Prompt, turn and suffix are, token by token, what the template renders for the whole
+  conversation. This covers one call and several, with and without thinking, and a second round of
+  tools.
+- Calls are read back as the template wrote them.
+- Control tokens that a tool result spells stay text.
+
+The columns:
+
+- *as*: the template itself, or TRL's training variant, which is used instead.
+- *ends*: the tokens that end a turn. The bold one ends a turn with calls.
+- *calls*: how many calls the template writes in one turn.
+- *not read back*: arguments that the template writes ambiguously.
 
 | template | as | parser | ends | calls | thinking switch | not read back |
 |---|---|---|---|---|---|---|
 {rows}
 
-DeepSeek-V3's template leaves out the opening marks from the second round on, as if all rounds were
-one list. The suffix has them in each round, as in the first.
+DeepSeek-V3's template writes the opening marks in the first round only, as if all rounds were one
+list. The suffix has them in each round.
 
 ## Refused
 

@@ -8,8 +8,9 @@ from tokenizers.processors import TemplateProcessing
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import ChatTemplateError
+from agent_vllm.rollout import rollout_single
 from agent_vllm.tools import as_tool
-from agent_vllm.types import ToolResult
+from agent_vllm.types import StopReason, ToolResult
 
 PLAIN = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
@@ -330,3 +331,21 @@ def test_images_are_refused_with_the_reason(chat):
     blocks = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "hi"}]
     with pytest.raises(ChatTemplateError, match=r"text only.*'user'.*\['image', 'text'\]"):
         chat.prompt_ids([{"role": "user", "content": blocks}])
+
+
+def test_without_tools_nothing_is_a_call(chat):
+    """Known to be none, that is: a parser alone doesn't know which tools are on offer."""
+    text = call("lookup", q="x")
+    ids = [*ids_of(chat.tokenizer, text), END]
+    assert [c.name for c in chat.parse(ids).calls] == ["lookup"]
+    offered_none = chat.parse(ids, (), [])
+    assert (offered_none.calls, offered_none.message["content"]) == ([], text)
+    assert "tool_calls" not in offered_none.message
+
+
+@pytest.mark.parametrize("needs_tools", [True, False])
+def test_a_call_sampled_without_tools_is_an_answer(scripted, needs_tools):
+    chat = ChatFormat.from_tokenizer(chatml_tokenizer(), needs_tools=needs_tools)
+    t = rollout_single(scripted([call("lookup", q="x")]), chat, user())
+    assert (t.stop_reason, t.tool_results, t.num_turns) == (StopReason.ANSWERED, [], 1)
+    assert t.messages[-1] == {"role": "assistant", "content": call("lookup", q="x")}

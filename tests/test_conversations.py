@@ -8,9 +8,22 @@ import functools
 import random
 
 import pytest
-from fakes import broken_invariants, observed, sampled, trajectory
+from fakes import (
+    CHATML,
+    broken_invariants,
+    by_prompt,
+    call,
+    chatml_tokenizer,
+    observed,
+    sampled,
+    trajectory,
+    user,
+)
 from families import CALLS, ONE_OF_EACH, TOOLS, USER, assistant, chat_of, sampled_turn
 
+from agent_vllm.batch import collate
+from agent_vllm.chat import ChatFormat
+from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool
@@ -202,3 +215,70 @@ def test_the_checker_finds_a_lost_logprob_and_a_full_context():
         ]
     finally:
         t.segments[0].logprobs[0] = -0.5
+
+
+# ---- what the template can't write ----
+
+ODD = [
+    [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    ["Hello."],
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_prompt_that_cannot_be_written_fails_its_row_only(chat, scripted, odd):
+    engine = scripted(["yes", "yes"])
+    rows = rollout_batch(engine, chat, [user("one"), odd], num_generations=2)
+    assert [t.stop_reason for t in rows] == [StopReason.ANSWERED] * 2 + [
+        StopReason.ENVIRONMENT_ERROR
+    ] * 2
+    assert [t.num_turns for t in rows] == [1, 1, 0, 0]
+    assert rows[2].error.startswith(("Rollouts are text only", "A message must be a dict"))
+    assert collate(rows, 0).completion_mask.sum(1).tolist()[2:] == [0, 0]
+
+
+def test_prompts_none_of_which_can_be_written_are_refused(chat, scripted):
+    with pytest.raises(ChatTemplateError, match="Rollouts are text only"):
+        rollout_batch(scripted([]), chat, ODD[:2])
+
+
+def test_results_that_cannot_be_written_fail_their_trajectory_only(scripted):
+    refusing = CHATML.replace(
+        "{%- for message in messages %}",
+        "{%- for message in messages %}{% if message.role == 'tool' and 'odd' in message.content %}"
+        "{{ raise_exception('an odd result') }}{% endif %}",
+    )
+    assert refusing != CHATML
+    chat = ChatFormat.from_tokenizer(chatml_tokenizer(refusing))
+
+    def say(text: str) -> str:
+        """
+        Say it.
+
+        Args:
+            text: what
+        """
+        return text
+
+    turns = by_prompt(
+        chat, [say], one=[call("say", text="odd")], two=[call("say", text="fine"), "ok"]
+    )
+    failed, fine = rollout_batch(scripted(turns), chat, [user("one"), user("two")], [[say], [say]])
+    assert (failed.stop_reason, failed.num_turns) == (StopReason.ENVIRONMENT_ERROR, 1)
+    assert "an odd result" in failed.error
+    assert [result.content for result in failed.tool_results] == ["odd"]
+    assert (fine.stop_reason, fine.num_turns) == (StopReason.ANSWERED, 2)
+
+
+def test_a_user_is_asked_after_a_call_that_no_json_holds(chat, scripted):
+    turns = ['<tool_call>{"name": "nope", "arguments": {"x": NaN}}</tool_call>', "sorry", "bye"]
+    said = ["and now?"]
+    (t,) = rollout_batch(
+        scripted(turns),
+        chat,
+        [user()],
+        [TOOLS],
+        users_batch=[lambda messages: said.pop() if said else None],
+    )
+    assert (t.stop_reason, t.num_turns) == (StopReason.ANSWERED, 3)

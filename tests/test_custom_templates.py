@@ -75,7 +75,7 @@ def text_of(chat, ids):
 def test_a_template_without_line_breaks_between_turns():
     chat = chat_of(PLAIN)
     end = chat.tokenizer.eos_token_id
-    assert (chat.turn_end_id, chat.after_turn_end) == (end, "")
+    assert (chat.turn_end_id, chat.marks.after_turn_end) == (end, "")
     suffix = chat.suffix_ids(tool_results(CALLS), TOOLS, last_token_id=end)
     assert text_of(chat, suffix) == "<tool>result 0 é<end><tool>result 1 é<end><assistant>"
 
@@ -96,7 +96,7 @@ def test_a_template_that_writes_no_end():
     chat = chat_of(PLAIN.replace("<end>", ""))
     end = chat.tokenizer.eos_token_id
     mark = chat.tokenizer.convert_tokens_to_ids("<tool>")
-    assert (chat.turn_end_id, chat.after_turn_end) == (mark, None)
+    assert (chat.turn_end_id, chat.marks.after_turn_end) == (mark, None)
     assert chat.end_token_ids == (end, mark)
     suffix = chat.suffix_ids(tool_results(CALLS[:1]), TOOLS, last_token_id=end)
     assert text_of(chat, suffix) == "<tool>result 0 é<assistant>"

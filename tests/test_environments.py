@@ -440,3 +440,32 @@ def test_bad_environments_are_refused(factories, message):
 def test_a_batch_of_another_length_is_refused(chat, scripted):
     with pytest.raises(ValueError, match="`failed_batch` must have one length, got 1 and 2"):
         rollout_batch(scripted(["a"]), chat, [user()], failed_batch=[None, None])
+
+
+def test_a_reward_that_cannot_be_shown_is_one_rows_failure(make, chat, scripted):
+    class Unprintable:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    class Game(Counter):
+        def get_reward(self):
+            return Unprintable()
+
+    (t,), rewards = play(make(Game), scripted(["a"]), chat, [row()])
+    assert (t.stop_reason, rewards) == (StopReason.ENVIRONMENT_ERROR, [None])
+    assert "must return a finite number or None, got an object (Unprintable)" in t.error
+
+
+@pytest.mark.parametrize("said", [5, [{"text": 5}], ["text"], b"text"])
+def test_a_reset_that_says_no_text_is_one_rows_failure(make, said):
+    class Game(Counter):
+        def reset(self, **kwargs):
+            return said
+
+    (started,) = make(Game).start([row()])
+    assert "`Game.reset` must return a string or None" in started.error
+
+
+def test_what_reset_says_is_added_to_a_message_without_content(make):
+    (started,) = make(WordGame).start([{"prompt": [{"role": "user", "content": None}]}])
+    assert started.messages == [{"role": "user", "content": "\nGuess the five letters."}]

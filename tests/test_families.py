@@ -31,7 +31,7 @@ from trl.chat_template_utils import add_response_schema, parse_response
 from agent_vllm.chat import ChatFormat
 from agent_vllm.environments import user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.tools.results import encode_result, failure
+from agent_vllm.tools import encode_result, failure
 from agent_vllm.types import ToolCall, ToolResult
 
 each_template = pytest.mark.parametrize("name", accepted())

@@ -11,7 +11,7 @@ from tool_calls import ask, failed, run, tool
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.tools.results import ToolFailure, encode_result
+from agent_vllm.tools import ToolFailure, encode_result
 from agent_vllm.types import StopReason
 
 LOST = {

@@ -5,18 +5,27 @@ What a thread can't be kept from (closing the process's files, ending it) is in 
 """
 
 import asyncio
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
 import json
 import os
 import re
 import threading
 import time
+import types
 
+import numpy as np
+import pandas
+import pydantic
 import pytest
+import torch
 from fakes import add
 from tool_calls import ask, failed, run, run_one, tool
 
-from agent_vllm.tools import ToolRunner, tools_by_name
-from agent_vllm.tools.results import MAX_RESULT_CHARS, encode_result
+from agent_vllm.tools import MAX_RESULT_CHARS, ToolRunner, encode_result, tools_by_name
 
 # ---- what it raises ----
 
@@ -140,6 +149,75 @@ def test_an_async_generator_function_is_refused():
 )
 def test_text_that_is_the_same_in_every_run(value, text):
     assert encode_result(value) == text
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    day: datetime.date
+
+
+@dataclasses.dataclass
+class Boxed:
+    inside: object
+
+
+Pair = collections.namedtuple("Pair", "a b")
+DAY = datetime.date(2026, 1, 2)
+FRAME = pandas.DataFrame({"a": [1, 2], "b": [0.5, None]})
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (np.int64(7), 7),
+        ({"mean": np.float32(0.5), "is": np.bool_(False)}, {"mean": 0.5, "is": False}),
+        (np.arange(2000), list(range(2000))),
+        (np.array([["a"]]), [["a"]]),
+        (torch.ones(1, 2, dtype=torch.bfloat16), [[1.0, 1.0]]),
+        (torch.tensor(3), 3),
+        (
+            pandas.DataFrame({"a": [1, 2], "b": [0.5, None]}),
+            [{"a": 1, "b": 0.5}, {"a": 2, "b": None}],
+        ),
+        (
+            pandas.DataFrame({"a": [1]}, index=["r"]),
+            {"columns": ["a"], "index": ["r"], "data": [[1]]},
+        ),
+        (pandas.Series(range(100)), list(range(100))),
+        (pandas.Series([1], index=["k"]), {"k": 1}),
+        ([Point(x=1, day=DAY)], [{"x": 1, "day": "2026-01-02"}]),
+        (Boxed(np.arange(2)), {"inside": [0, 1]}),
+        (Boxed, str(Boxed)),
+        (Colour.RED, "red"),
+        ({Colour.RED: {"x"}}, {"red": ["x"]}),
+        (decimal.Decimal("19.99"), 19.99),
+        (decimal.Decimal("1E+2"), 100),
+        (decimal.Decimal("0.12345678901234567890"), "0.12345678901234567890"),
+        (decimal.Decimal("1E+999999"), "1E+999999"),
+        (collections.deque([1, 2]), [1, 2]),
+        (range(3), [0, 1, 2]),
+        ({"a": 1}.keys(), ["a"]),
+        ({"a": 1}.values(), [1]),
+        (types.MappingProxyType({"a": 1}), {"a": 1}),
+        (collections.UserList([1]), [1]),
+        (Pair(1, 2), [1, 2]),
+        (
+            {(1, 2): 3, DAY: Boxed(1), 4: None},
+            {"[1, 2]": 3, "2026-01-02": {"inside": 1}, "4": None},
+        ),
+    ],
+)
+def test_what_people_return_is_json(value, found):
+    assert json.loads(encode_result(value)) == found
+
+
+def test_a_long_array_is_cut_with_a_mark():
+    text = encode_result(np.arange(100_000))
+    assert text.startswith("[0, 1, 2") and text.endswith("characters cut]")
 
 
 @pytest.mark.parametrize("make", [lambda: "x" * 10**8, lambda: {"a": ["y" * 10**7] * 10}])

@@ -20,8 +20,7 @@ from tool_calls import failed
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import ChatFormat, Limits, rollout_batch
-from agent_vllm.tools import as_tool, isolated
-from agent_vllm.tools.results import MAX_RESULT_CHARS
+from agent_vllm.tools import MAX_RESULT_CHARS, as_tool, isolated
 
 pytestmark = pytest.mark.vllm
 

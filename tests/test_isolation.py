@@ -16,8 +16,7 @@ from paths import ROOT
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import as_tool, isolated
-from agent_vllm.tools.results import MAX_RESULT_CHARS
+from agent_vllm.tools import MAX_RESULT_CHARS, as_tool, isolated
 
 
 def call(function, timeout_s=20.0, limits=None, **arguments):

@@ -5,13 +5,14 @@ import asyncio
 import dataclasses
 import threading
 import time
+from typing import Optional
 
 import pytest
 from fakes import add
 from tool_calls import ask, failed, run, schema, tool
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import Tool, ToolRunner, as_tool, select_tools, tools_by_name
+from agent_vllm.tools import Tool, ToolRunner, arguments, as_tool, select_tools, tools_by_name
 
 
 class Meter:
@@ -166,6 +167,13 @@ def test_a_schema_that_is_none():
         with_parameters({"properties": {"a": {"default": object()}}})
 
 
+@pytest.mark.parametrize("key", ["name", "description"])
+def test_a_description_that_is_no_text(key):
+    function = {"name": "f", "description": "f", key: ["f"]}
+    with pytest.raises(ToolDefinitionError, match=rf"`{key}` must be text, got \['f'\]"):
+        Tool(schema={"type": "function", "function": function}, function=add)
+
+
 @pytest.mark.parametrize("reference", ["#/$defs/none", "http://127.0.0.1:9/schema.json"])
 def test_a_schema_that_refers_outside_of_itself(reference):
     with pytest.raises(ToolDefinitionError, match=rf"refer to '{reference}'".replace("$", r"\$")):
@@ -190,3 +198,124 @@ def test_arguments_nested_deeper_than_can_be_checked():
         deep = [deep]
     ((status, content),) = run([ask(a=deep)], [with_parameters(parameters)])
     assert status == "invalid" and "arguments: nested too deeply" in content
+
+
+# ---- the check of arguments ----
+
+
+def checked(schema, value):
+    """The status of a call with this value for an argument of this schema."""
+    (result,) = run([ask(a=value)], [with_parameters({"properties": {"a": schema}})])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("value", "status"), [(19.99, "ok"), (0.07, "ok"), (5, "ok"), (19.995, "invalid")]
+)
+def test_multiples_are_counted_in_decimal_numbers(value, status):
+    assert checked({"type": "number", "multipleOf": 0.01}, value)[0] == status
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("nest", [lambda x: x, lambda x: {"b": [1, x]}])
+def test_numbers_that_json_does_not_have_are_refused(value, nest):
+    status, content = checked({}, nest(value))
+    assert status == "invalid" and f"{value} is not a JSON number" in content
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "status"),
+    [
+        ({"type": "number", "multipleOf": 0.01}, 10**400, "ok"),
+        ({"type": "number", "multipleOf": 3}, 10**400, "invalid"),
+        ({"type": "number", "multipleOf": 1e-320}, 1e300, "ok"),
+        pytest.param({"type": "string"}, 10**5000, "invalid", id="unprintable"),
+    ],
+)
+def test_numbers_that_no_float_holds_end_in_a_result(schema, value, status):
+    assert checked(schema, value)[0] == status
+
+
+def test_whatever_the_check_raises_makes_the_call_invalid(monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("the checker's own")
+
+    monkeypatch.setattr(arguments, "_exact", broken)
+    status, content = checked({"multipleOf": 2}, 4)
+    assert status == "invalid" and "can't be checked (ZeroDivisionError" in content
+
+
+NODE = {
+    "$dynamicAnchor": "node",
+    "type": "object",
+    "properties": {"kids": {"type": "array", "items": {"$dynamicRef": "#node"}}},
+}
+
+
+def test_dynamic_references_are_resolved():
+    parameters = {"properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}}
+    tree = with_parameters(parameters)
+    good, bad = {"kids": [{"kids": []}]}, {"kids": [{"kids": [3]}]}
+    assert [status for status, _ in run([ask(a=good), ask(a=bad)], [tree])] == ["ok", "invalid"]
+
+
+def test_a_dynamic_reference_to_nothing_is_refused_with_the_tool():
+    with pytest.raises(ToolDefinitionError, match="refer to '#node', which is not in them"):
+        with_parameters({"properties": {"a": {"$dynamicRef": "#node"}}})
+
+
+def test_references_are_resolved_against_the_part_that_they_stand_in():
+    part = {"$id": "http://x/part", "$ref": "#/$defs/b", "$defs": {"b": {"type": "integer"}}}
+    assert checked(part, 3)[0] == "ok"
+
+
+def test_data_that_looks_like_a_reference_is_none():
+    assert checked({"enum": [{"$ref": "#/nowhere"}]}, {"$ref": "#/nowhere"})[0] == "ok"
+
+
+# ---- null for optional arguments ----
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "nullable": True},
+        {"type": "string", "default": None},
+        {"enum": ["a"], "nullable": True},
+        {"$ref": "#/properties/b", "nullable": True},
+    ],
+)
+def test_null_is_taken_where_the_schema_says_so(schema):
+    tool = with_parameters({"properties": {"a": schema, "b": {"type": "string"}}})
+    assert [run([ask(a=value)], [tool])[0][0] for value in (None, "a", 3)] == [
+        "ok",
+        "ok",
+        "invalid",
+    ]
+
+
+def test_optional_arguments_take_null():
+    def book(
+        day: str | None = None,
+        seats: Optional[list[int | None]] = None,  # noqa: UP045
+        price: float = None,  # noqa: RUF013
+        count: int = 1,
+    ) -> str:
+        """
+        Book a table.
+
+        Args:
+            day: when
+            seats: which
+            price: of it
+            count: of them
+        """
+        return f"{day} {seats} {price} {count}"
+
+    calls = [
+        ask("book", day=None, seats=None, price=None),
+        ask("book", day="Monday", seats=[1, None]),
+        ask("book", count=None),
+    ]
+    assert run(calls, [book])[:2] == [("ok", "None None None 1"), ("ok", "Monday [1, None] None 1")]
+    assert run(calls, [book])[2][0] == "invalid"

@@ -17,8 +17,9 @@ from agent_vllm.tools import (
     ToolRunner,
     as_tool,
     encode_result,
-    threads,
+    row_function,
     tools_by_name,
+    workers,
 )
 from agent_vllm.types import ToolCall, ToolResult
 
@@ -67,6 +68,62 @@ def test_missing_docstring():
 def test_not_a_function():
     with pytest.raises(ToolDefinitionError, match=r"must be a function or an .*got 3"):
         as_tool(3)
+
+
+def test_types_in_a_docstring_are_left_to_the_hints():
+    def f(a: int, b: str | None = None) -> int:
+        """
+        Do.
+
+        Args:
+            a (int): first (of two): a number
+            b (Optional[tuple(int)], optional): second
+                note (see above): more
+
+        Returns:
+            int: the result
+        """
+
+    described = as_tool(f).schema["function"]["parameters"]["properties"]
+    assert {name: schema["description"] for name, schema in described.items()} == {
+        "a": "first (of two): a number",
+        "b": "second note (see above): more",
+    }
+
+
+def test_a_tool_in_place_of_a_list_of_tools():
+    for lone in (add, as_tool(add)):
+        with pytest.raises(
+            ToolDefinitionError, match=r"got the tool `add` itself. Write `\[add\]`"
+        ):
+            tools_by_name(lone)
+
+
+def test_a_tool_in_place_of_a_function_from_rows_to_tools():
+    def bare(a, b):
+        return a + b
+
+    def search(query: str) -> str:
+        """
+        Search.
+
+        Args:
+            query: what for
+        """
+
+    def described(row: dict) -> list:
+        """
+        Choose the tools of a row.
+
+        Args:
+            row: the dataset's
+        """
+
+    for lone in (add, bare, search, lambda: [add]):
+        with pytest.raises(ToolDefinitionError, match="`tools` must be a list of tools"):
+            row_function(lone)
+    for chooser in (lambda row: [add], described, lambda row, more=None: []):
+        assert row_function(chooser) is chooser
 
 
 def test_two_tools_of_one_name():
@@ -372,8 +429,8 @@ def test_an_async_tool_that_holds_its_loop_times_out_alone(hold):
 
 
 def test_threads_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
-    monkeypatch.setattr(threads, "_hanging", set())
+    monkeypatch.setattr(workers, "MAX_HANGING_CALLS", 2)
+    monkeypatch.setattr(workers, "_hanging", set())
     release = threading.Event()
     wait = tool(release.wait)
 
@@ -382,7 +439,7 @@ def test_threads_do_not_pile_up(monkeypatch):
         named = tools_by_name([wait])
         results = [(await runner.run([ask()], named))[0] for _ in range(4)]
         release.set()
-        for thread in list(threads._hanging):
+        for thread in list(workers._hanging):
             thread.join(5)
         return [*results, *await runner.run([ask()], named)]
 
@@ -407,7 +464,7 @@ def test_calls_share_threads_but_never_one_that_was_given_up():
         named = tools_by_name([tool(note, "note"), tool(hang, "hang")])
         for name, timeout_s in [("note", None), ("note", None), ("hang", 1.0)]:
             await runner.run([ask(name)], named, timeout_s)
-            while name == "note" and seen[-1] not in [worker.thread for worker in threads._idle]:
+            while name == "note" and seen[-1] not in [worker.thread for worker in workers._idle]:
                 await asyncio.sleep(0.01)
         release.set()
         await runner.run([ask("note")], named)
@@ -469,7 +526,7 @@ def test_values_that_have_no_text_fail_the_call():
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    for value in (circular, deep, {(1, 2): 3}, {"a": Unprintable()}):
+    for value in (circular, deep, {Unprintable(): 3}, {"a": Unprintable()}):
         status, content = run_one(lambda value=value: value)
         assert status == "failed"
         assert json.loads(content)["error"].startswith("The result can't be written as JSON: ")

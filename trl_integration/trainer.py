@@ -26,7 +26,7 @@ from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
-from agent_vllm.tools import Tool, select_tools, tool_name, tools_by_name
+from agent_vllm.tools import Tool, row_function, select_tools, tool_name, tools_by_name
 from agent_vllm.types import Trajectory
 from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig
@@ -118,7 +118,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = AgentGRPOConfig(f"{name.split('/')[-1]}-AgentGRPO")
         check_arguments(args, model, rollout_engine, kwargs)
-        self._tools_of_row = tools if callable(tools) else None
+        self._tools_of_row = row_function(tools) if callable(tools) else None
         self._tools = {} if callable(tools) else tools_by_name(tools)
         needs_prompt = environment_factory is None
         datasets = check_datasets(train_dataset, eval_dataset, needs_prompt=needs_prompt)

@@ -1,10 +1,12 @@
 """Turn conversations into token ids, and sampled ids back into messages and calls.
 
-`format` is the hot path, `template` renders, `probe` learns from a template when a format is built,
-`parsing` reads assistant turns. Invariant: what was sampled is never decoded and encoded again.
+`format` is the hot path, `codec` encodes and decodes, `template` renders, `probe` learns from a
+template when a format is built, `parsing` reads assistant turns. Invariant: what was sampled is
+never decoded and encoded again.
 """
 
-from agent_vllm.chat.format import ChatFormat, num_common
+from agent_vllm.chat.codec import num_common
+from agent_vllm.chat.format import ChatFormat
 from agent_vllm.chat.parsing import (
     ResponseParser,
     ResponseTemplateParser,

@@ -1,7 +1,7 @@
-"""The chat template: which Jinja text is used, and what it writes around a tool turn.
+"""Choose the chat template and render conversations and tool turns with it.
 
-Owns rendering and what is learned by it when the template is chosen. Knows no token ids but the
-ones that end a turn. Invariant: a template that would rewrite what was sampled is never used.
+Knows text only, no token ids. Invariant: a template that would rewrite what was sampled is never
+used.
 """
 
 import copy
@@ -32,11 +32,12 @@ class ChatTemplate:
     """One chat template with its fixed arguments.
 
     Attributes:
+        tokenizer: renders the template.
         text: the Jinja text.
         kwargs: passed to every render.
-        thinking_switch: the template's own name for it, None where it has none.
-        one_call_a_turn: it writes one call and its result only; several results are written as if
-            each had followed a call of its own.
+        thinking_switch: the template's own name for its thinking switch, None if it has none.
+        one_call_a_turn: the template writes only one call and its result per turn; several results
+            are written as if each had followed a call of its own.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ class ChatTemplate:
     def render(
         self, messages: Messages, tools: Sequence[Tool] = (), *, add_generation_prompt: bool
     ) -> str:
-        """The conversation as text.
+        """Render the conversation as text.
 
         Raises:
             ChatTemplateError: the template refuses it, or it holds more than text.
@@ -59,7 +60,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], schemas: list[Any], add_generation_prompt: bool
     ) -> str:
-        """Of messages and schemas that nobody else has: templates may write to them."""
+        """Render messages and schemas that are not used elsewhere: templates may write to them."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -71,7 +72,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"The chat template has an error: {error}") from error
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, given what a dataset or tool holds
             raise ChatTemplateError(
                 f"The chat template refused the conversation: {error}. Roles were "
                 f"{[message.get('role') for message in messages]}."
@@ -79,16 +80,17 @@ class ChatTemplate:
         return cast(str, text)
 
     def tool_turn(self, results: Sequence[ToolResult], tools: Sequence[Tool] = ()) -> str:
-        """The shortest conversation that ends with these results' calls."""
+        """Render the shortest conversation that ends with these results' calls."""
         results = results[:1] if self.one_call_a_turn else results
         calls = tuple((result.name, result.call_id) for result in results)
         return self._written_calls(calls, tuple(tool.schema_text for tool in tools))
 
     @functools.cached_property
     def _written_calls(self) -> Callable[[Calls, tuple[str, ...]], str]:
-        """Rendered once for all turns that make the same calls: arguments are no part of it.
+        """Render once for all turns that make the same calls; arguments are left out.
 
-        By the schemas' text: a tool that was kept would keep its environment or process alive.
+        The cache holds the schemas' text, since a cached tool would keep its environment or process
+        alive.
         """
 
         def render(calls: Calls, schema_texts: tuple[str, ...]) -> str:
@@ -103,10 +105,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """What the template adds to `tool_turn`: the results, and the next turn's header.
+        """Return what the template adds to `tool_turn`: the results, and the next turn's header.
 
         Raises:
-            ChatTemplateError: it does not add to it, it rewrites it.
+            ChatTemplateError: the template rewrites the turn instead of adding to it.
         """
         if self.one_call_a_turn and len(results) > 1:
             parts = [[result] for result in results]
@@ -133,7 +135,7 @@ class ChatTemplate:
         return after[len(before) :]
 
     def written_turn(self, call: ToolCall | None) -> tuple[str, str]:
-        """A prompt, and the same with the assistant's turn: this call, or an answer."""
+        """Render a prompt, and the same with an assistant turn: this call, or an answer."""
         turn: dict[str, Any] = {"role": "assistant", "content": "" if call else "It is noon."}
         if call is not None:
             turn["tool_calls"] = [call.as_message()]
@@ -141,7 +143,7 @@ class ChatTemplate:
         return prompt, self.render([_USER, turn], add_generation_prompt=False)
 
     def why_not(self) -> str | None:
-        """What keeps it from being extended turn by turn; None where nothing does."""
+        """Return why the template can't be extended turn by turn, or None if it can."""
         try:
             for results in (PROBE_RESULTS[:1], PROBE_RESULTS):
                 plain = self.after_tool_turn(results, add_generation_prompt=False)
@@ -153,7 +155,7 @@ class ChatTemplate:
         return None
 
     def with_switch(self, value: bool) -> "ChatTemplate":
-        """The same template with its thinking switch set.
+        """Return the same template with its thinking switch set.
 
         Raises:
             ChatTemplateError: it has none.
@@ -170,10 +172,11 @@ class ChatTemplate:
 def choose_template(
     tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], *, needs_tools: bool
 ) -> ChatTemplate:
-    """The tokenizer's template, or TRL's training variant of it where only that can be extended.
+    """Return the tokenizer's template, or TRL's training variant if only that can be extended.
 
     Raises:
-        ChatTemplateError: no template, one with an error, without tools, or not extendable.
+        ChatTemplateError: there is no template, or it has an error, does not support tools, or
+            can't be extended.
     """
     text = _template_text(tokenizer)
     own = ChatTemplate(tokenizer=tokenizer, text=text, kwargs=kwargs)
@@ -208,7 +211,7 @@ def _schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _call_ids(calls: Calls) -> list[str]:
-    """The model's own ids, or some in the form that Mistral's templates insist on."""
+    """Return the model's own ids, or new ones in the form that Mistral's templates require."""
     return [call_id or f"call{index:05d}" for index, (_, call_id) in enumerate(calls)]
 
 
@@ -221,11 +224,15 @@ def _calling(calls: Calls) -> list[dict[str, Any]]:
 
 
 def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that templates may write to, content in one string.
+    """Return a copy that templates may write to, with its content as one string.
 
     Raises:
-        ChatTemplateError: the content holds an image or another block that is not text.
+        ChatTemplateError: it is no message, or its content holds a block that is not text.
     """
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(
+            f"A message must be a dict with `role` and `content`, got {type(message).__name__}."
+        )
     message = {
         key: value if isinstance(value, str) else copy.deepcopy(value)
         for key, value in message.items()
@@ -233,12 +240,13 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
-        if any(kind != "text" for kind in kinds):
+        texts = [block.get("text") for block in content if isinstance(block, dict)]
+        if any(kind != "text" for kind in kinds) or not all(isinstance(t, str) for t in texts):
             raise ChatTemplateError(
                 f"Rollouts are text only, got a message of role {message.get('role')!r} with "
                 f"content blocks {kinds}. Leave images out, or describe them in text."
             )
-        message["content"] = "".join(block["text"] for block in content)
+        message["content"] = "".join(texts)
     return message
 
 
@@ -281,7 +289,7 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, text: str) -> PreTrainedT
 
 
 def _with_call_habit(template: ChatTemplate) -> ChatTemplate:
-    """Find out whether several calls in one turn are written, each result with its own name."""
+    """Find out whether the template writes several calls in one turn, and each result's name."""
     try:
         alone = template.after_tool_turn(PROBE_RESULTS[1:], add_generation_prompt=False)
         both = template.after_tool_turn(PROBE_RESULTS, add_generation_prompt=False)
@@ -293,7 +301,7 @@ def _with_call_habit(template: ChatTemplate) -> ChatTemplate:
 
 
 def _find_thinking_switch(template: ChatTemplate) -> str | None:
-    """The first known name that makes a difference to a prompt."""
+    """Return the first known name that changes a prompt."""
 
     def prompt(**switch: bool) -> str:
         other = dataclasses.replace(template, kwargs={**template.kwargs, **switch})

@@ -1,9 +1,11 @@
 """Run environments and simulated users, one per trajectory.
 
-`pool` keeps the instances, `instance` runs one, `user` asks for the user's next message.
+`pool` keeps the instances, `instance` runs one, `kinds` describes their classes, `user` asks for
+the user's next message.
 """
 
-from agent_vllm.environments.pool import LIFECYCLE, Environments, Factory, StartedEnvironment
+from agent_vllm.environments.kinds import LIFECYCLE, Factory
+from agent_vllm.environments.pool import Environments, StartedEnvironment
 from agent_vllm.environments.user import User, UserFailed, ask_user, user_suffix_ids
 
 __all__ = [

@@ -1,34 +1,34 @@
-"""One instance of an environment, and the threads that its code runs on.
+"""Run one instance of an environment on threads of its own.
 
-Owns how an instance is made and called. Invariant: what is sync runs on one thread, call after
-call, as it would in a plain script; whatever it does, the wait for it ends in time.
+Invariant: sync methods run on one thread, one after another, as in a plain script. Whatever they
+do, the wait for them ends in time.
 """
 
 import asyncio
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from agent_vllm.tools import Tool, ToolFailure
-from agent_vllm.tools.loops import LoopThread
-from agent_vllm.tools.results import failure
-from agent_vllm.tools.threads import Worker
+from agent_vllm.environments.kinds import Kind, kind_of
+from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
+from agent_vllm.tools import LoopThread, Tool, ToolFailure, Worker, tools_by_name
 
 
 class EnvironmentFailed(Exception):
-    """An environment raised, ran out of time or gave what can't be used; says which and how."""
+    """An environment raised, timed out or returned what can't be used; says which and how."""
 
 
 class Instance:
-    """An environment and its threads: one for what is sync, and one with a loop for what is async.
+    """An environment with its threads: one for sync methods, one with a loop for async ones.
 
     Attributes:
         environment: what the factory made.
         label: its class's name, for messages.
-        is_usable: whether it may be reset for another trajectory. Not once it failed, or somebody
-            gave up waiting for a call: nobody knows what that call still does.
+        is_usable: whether it may be reset for another trajectory. False once it failed, or once a
+            call was given up, as that call may still run.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,8 @@ class Instance:
 
     @classmethod
     async def make(cls, factory: Callable[[], Any], timeout_s: float | None) -> "Instance":
-        """
+        """Make an instance.
+
         Raises:
             EnvironmentFailed: the factory failed.
         """
@@ -54,11 +55,59 @@ class Instance:
         instance.label = type(instance.environment).__name__
         return instance
 
-    async def attempt(self, method: str, work: Callable[[], Any], timeout_s: float | None) -> Any:
-        """What a method of the environment's life returns.
+    @property
+    def kind(self) -> Kind:
+        """What the environment's class offers.
 
         Raises:
-            EnvironmentFailed: it raised, or took longer than that.
+            EnvironmentFailed: the class can't be used; says why.
+        """
+        try:
+            return kind_of(self.environment)
+        except EnvironmentDefinitionError as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def reset(
+        self, columns: Mapping[str, Any], timeout_s: float | None
+    ) -> tuple[str | None, list[Tool]]:
+        """Reset the environment for a row; return its text for the prompt, and its tools.
+
+        Raises:
+            EnvironmentFailed: `reset` or `get_tools` failed or returned what can't be used.
+        """
+        kind = self.kind
+        reset = functools.partial(self.environment.reset, **columns)
+        said = self._text(await self.attempt("reset", reset, timeout_s))
+        given: Any = []
+        if kind.has_tools:
+            given = await self.attempt("get_tools", self.environment.get_tools, timeout_s)
+        return said, self._tools(kind, given)
+
+    async def reward(self, timeout_s: float | None) -> float | None:
+        """Return what `get_reward` returns.
+
+        Raises:
+            EnvironmentFailed: it failed, or returned neither a finite number nor None.
+        """
+        reward = await self.attempt("get_reward", self.environment.get_reward, timeout_s)
+        if reward is None:
+            return None
+        try:
+            value = float(reward) if hasattr(type(reward), "__float__") else math.nan
+        except Exception:  # a tensor of several numbers, and whatever else has the method
+            value = math.nan
+        if not math.isfinite(value):
+            raise EnvironmentFailed(
+                f"`{self.label}.get_reward` must return a finite number or None, got "
+                f"{_shown(reward)} ({type(reward).__name__})."
+            )
+        return value
+
+    async def attempt(self, method: str, work: Callable[[], Any], timeout_s: float | None) -> Any:
+        """Return what one of the environment's own methods returns.
+
+        Raises:
+            EnvironmentFailed: it raised or timed out.
         """
         name = f"`{self.label}{'.' if method else ''}{method}`"
         try:
@@ -70,24 +119,24 @@ class Instance:
             raise EnvironmentFailed(f"{name} failed: {failed}") from failed
 
     async def call(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives.
+        """Run `work`, sync or async, on the instance's threads.
 
         Raises:
             ToolFailure: it raised.
         """
         try:
             if inspect.iscoroutinefunction(work):
-                return await self._async_loop().call(_awaited(work), None)
-            value = await self._sync_worker().call(lambda: _called(work))
+                return await self._async_loop().call(work, None)
+            value = await self._sync_worker().call(work)
             if inspect.isawaitable(value):
-                return await self._async_loop().call(_awaited(lambda: value), None)
+                return await self._async_loop().call(lambda: value, None)
             return value
         except asyncio.CancelledError:
             self.is_usable = False
             raise
 
     def tool(self, tool: Tool) -> Tool:
-        """The same tool, run on the instance's own threads."""
+        """Return the same tool, run on the instance's own threads."""
 
         async def function(**arguments: Any) -> Any:
             return await self.call(functools.partial(tool.function, **arguments))
@@ -95,7 +144,7 @@ class Instance:
         return dataclasses.replace(tool, function=function)
 
     async def user(self, messages: list[dict[str, Any]]) -> Any:
-        """The environment as the simulated user of its trajectory."""
+        """Ask the environment for the next message of its simulated user."""
         try:
             return await self.call(functools.partial(self.environment.get_user_message, messages))
         except ToolFailure:
@@ -110,6 +159,32 @@ class Instance:
             self._loop.stop()
         self._worker = self._loop = None
 
+    def _text(self, said: Any) -> str | None:
+        if said is None or isinstance(said, str):
+            return said
+        if isinstance(said, list) and all(
+            isinstance(block, dict) and isinstance(block.get("text"), str) for block in said
+        ):
+            return "".join(block["text"] for block in said)
+        raise EnvironmentFailed(
+            f"`{self.label}.reset` must return a string or None, got {type(said).__name__}. "
+            "Rollouts are text only."
+        )
+
+    def _tools(self, kind: Kind, given: Any) -> list[Tool]:
+        if not isinstance(given, list | tuple):
+            raise EnvironmentFailed(
+                f"`{self.label}.get_tools` must return a list of tools, got {type(given).__name__}."
+            )
+        methods = [
+            Tool(schema=schema, function=getattr(self.environment, name))
+            for name, schema in kind.schemas.items()
+        ]
+        try:
+            return [self.tool(tool) for tool in tools_by_name([*methods, *given]).values()]
+        except ToolDefinitionError as error:
+            raise EnvironmentFailed(f"The tools of `{self.label}`: {error}") from error
+
     def _sync_worker(self) -> Worker:
         if self._worker is None or self._worker.is_given_up:
             self._worker = Worker("environment")
@@ -121,17 +196,8 @@ class Instance:
         return self._loop
 
 
-def _called(work: Callable[[], Any]) -> Any:
+def _shown(value: Any) -> str:
     try:
-        return work()
-    except BaseException as error:  # SystemExit and its like are the environment's trouble too
-        raise failure(error) from error
-
-
-async def _awaited(work: Callable[[], Any]) -> Any:
-    try:
-        return await work()
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the loop
-        raise failure(error) from error
+        return repr(value)
+    except Exception:  # its own `__repr__` is broken
+        return "an object"

@@ -4,6 +4,7 @@ Owns how a user is asked and which ids its message adds. Invariant: those ids ex
 sampled; nothing before them changes.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,8 +35,8 @@ async def ask_user(
     Raises:
         UserFailed: the user failed; says why.
     """
-    call = ToolCall(name="user", arguments={"messages": list(messages)})
-    (result,) = await runner.run([call], {"user": _as_tool(user)}, time_left_s)
+    call = ToolCall(name="user", arguments={})
+    (result,) = await runner.run([call], {"user": _as_tool(user, messages)}, time_left_s)
     if result.status != "ok":
         raise UserFailed(json.loads(result.content)["error"])
     return result.content[1:] if result.content else None
@@ -67,13 +68,12 @@ def user_suffix_ids(
     return full[cut:] if last_token_id == full[cut - 1] else full[cut - 1 :]
 
 
-def _as_tool(user: User) -> Tool:
-    def asked(messages: list[dict[str, Any]]) -> str | Awaitable[str]:
-        said = user(messages)
+def _as_tool(user: User, messages: Messages) -> Tool:
+    def asked() -> str | Awaitable[str]:
+        said = user(copy.deepcopy(list(messages)))  # type: ignore[arg-type]
         return _awaited(said) if inspect.isawaitable(said) else _checked(said)
 
-    parameters = {"properties": {"messages": {}}}
-    return Tool(schema={"function": {"name": "user", "parameters": parameters}}, function=asked)
+    return Tool(schema={"function": {"name": "user"}}, function=asked)
 
 
 async def _awaited(said: Awaitable[str | None]) -> str:

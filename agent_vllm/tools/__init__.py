@@ -1,26 +1,39 @@
-"""Tools: what the model may call, and the running of its calls.
+"""Describe tools to the model and run its calls.
 
-`tool` describes them; `selection` picks those of a dataset row; `runner` runs calls (`threads` the sync functions, `loops` the async ones,
-`isolation` those that get a process each); `mcp` brings a server's; `results` writes what comes
+`tool` describes them, `selection` picks those of a dataset row, `runner` runs calls on `workers`
+(threads and event loops), `isolation` runs each call in a process of its own, `mcp` connects to a
+server's tools, `results` encodes what comes
 back as text. Knows nothing of chats, tokens or engines.
 """
 
 from agent_vllm.tools.isolation import isolated
 from agent_vllm.tools.mcp import McpTools
-from agent_vllm.tools.results import ToolFailure, ToolInterrupted, encode_result
+from agent_vllm.tools.results import (
+    MAX_RESULT_CHARS,
+    ToolFailure,
+    ToolInterrupted,
+    encode_result,
+    failure,
+)
 from agent_vllm.tools.runner import ToolRunner
 from agent_vllm.tools.selection import select_tools
-from agent_vllm.tools.tool import Tool, as_tool, tool_name, tools_by_name
+from agent_vllm.tools.tool import Tool, as_tool, row_function, tool_name, tools_by_name
+from agent_vllm.tools.workers import LoopThread, Worker
 
 __all__ = [
+    "MAX_RESULT_CHARS",
+    "LoopThread",
     "McpTools",
     "Tool",
     "ToolFailure",
     "ToolInterrupted",
     "ToolRunner",
+    "Worker",
     "as_tool",
     "encode_result",
+    "failure",
     "isolated",
+    "row_function",
     "select_tools",
     "tool_name",
     "tools_by_name",

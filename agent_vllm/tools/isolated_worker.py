@@ -1,9 +1,9 @@
-"""What runs as a worker of isolated calls: `python -I isolated_worker.py SOCKET`.
+"""Serve isolated calls as a worker process: `python -I isolated_worker.py SOCKET`.
 
-It imports the tool's module, and each call runs in a child forked from there. Requests and reports
-are JSON, a line each. Standard library only; `results.py` is loaded from its file, so that neither
-torch nor transformers is imported. Invariant: a call reaches nothing of the next one, and when its
-report is written, all that it started is gone.
+The worker imports the tool's module and forks a child for each call. Requests and reports are JSON
+lines. Standard library only; `results.py` is loaded from its file, so that neither torch nor
+transformers is imported. Invariant: a call leaves nothing to the next one, and everything that it
+started is gone before its report is written.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ def main() -> None:
     # Whoever leaves its parent and its session becomes a child of this process, and ends with it.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with (
-        socket.socket(fileno=int(sys.argv[1])) as caller,
+        socket.socket(fileno=_lowered(int(sys.argv[1]))) as caller,
         contextlib.suppress(ConnectionError),  # the caller is gone
     ):
         for line in caller.makefile("rb"):
@@ -40,15 +40,21 @@ def main() -> None:
             caller.sendall(json.dumps(report).encode() + b"\n")
 
 
+def _lowered(descriptor: int) -> int:
+    """Move a file descriptor, which keeps its caller's number, to where `select` can watch it."""
+    low = os.dup(descriptor)
+    os.close(descriptor)
+    return low
+
+
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _report(request: dict[str, Any], caller: socket.socket) -> dict[str, Any]:
-    """`answer` is the JSON that the call wrote, `status` how it ended."""
+    """Run one call; `answer` is the JSON that it wrote, `status` how it ended."""
     try:
-        with _limited_softly(request):
-            function = _find(request)
+        function = _find(request)
     except BaseException as error:  # SystemExit too, which a script raises where it is imported
         return {"answer": json.dumps(_failed(error)) + "\n", "status": 0}
     reading, writing = os.pipe()
@@ -68,7 +74,7 @@ def _report(request: dict[str, Any], caller: socket.socket) -> dict[str, Any]:
 
 
 def _watch(child: int, reading: int, caller: socket.socket, max_bytes: int) -> bytes:
-    """What the child writes until it has ended, wrote too much or nobody waits any more."""
+    """Return what the child writes until it ends, writes too much or nobody waits any more."""
     answer = b""
     ended = os.pidfd_open(child)
     watched = [reading, ended, caller]
@@ -88,28 +94,29 @@ def _watch(child: int, reading: int, caller: socket.socket, max_bytes: int) -> b
 
 
 def _end_all(child: int) -> int:
-    """Kill the child and all that it started; returns how the child ended."""
+    """Kill the child and everything it started; return how the child ended."""
     _kill(child)
     status = os.waitpid(child, 0)[1]
-    with contextlib.suppress(ChildProcessError):  # there is none left
-        while True:  # each that ends may leave its own children to this process
-            for orphan in Path("/proc/thread-self/children").read_text().split():
-                _kill(int(orphan))
-            os.waitpid(-1, 0)
+    # Each that ends may leave its own children to this process.
+    while orphans := Path("/proc/thread-self/children").read_text().split():
+        for orphan in orphans:
+            _kill(int(orphan))
+        for orphan in orphans:
+            os.waitpid(int(orphan), 0)
     return os.waitstatus_to_exitcode(status)
 
 
 def _kill(process: int) -> None:
-    """Process and group of one that nobody but this process waits for: the number is its own."""
+    """Kill a child of this process and its group; unreaped, the number can't be another's."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(process, signal.SIGKILL)
 
 
-# ---- limits ----
+# ---- in the child ----
 
 
-def _limits(request: dict[str, Any]) -> dict[int, int]:
+def _limit(request: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_CPU: request["cpu_s"],
         resource.RLIMIT_AS: request["memory_mb"] << 20,
@@ -118,32 +125,10 @@ def _limits(request: dict[str, Any]) -> dict[int, int]:
     }
     for limit, value in limits.items():
         allowed = resource.getrlimit(limit)[1]
-        limits[limit] = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
-    return limits
-
-
-@contextlib.contextmanager
-def _limited_softly(request: dict[str, Any]) -> Iterator[None]:
-    """For the import, which this process survives: the limits can be lifted again."""
-    before = {limit: resource.getrlimit(limit) for limit in _limits(request)}
-    for limit, value in _limits(request).items():
-        resource.setrlimit(limit, (value, before[limit][1]))
-    try:
-        yield
-    finally:
-        for limit, both in before.items():
-            resource.setrlimit(limit, both)
-
-
-def _limit(request: dict[str, Any]) -> None:
-    for limit, value in _limits(request).items():
-        # At the soft limit of processor time comes a signal, and a second later the end.
-        is_lowest = value == resource.getrlimit(limit)[1]
-        hard = value + 1 if limit == resource.RLIMIT_CPU and not is_lowest else value
+        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        # The soft limit of processor time sends a signal; the hard one kills a second later.
+        hard = value + 1 if limit == resource.RLIMIT_CPU and value != allowed else value
         resource.setrlimit(limit, (value, hard))
-
-
-# ---- in the child ----
 
 
 def _call(function: Callable[..., Any], request: dict[str, Any], writing: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""isolated: a tool whose every call runs in a process of its own, with limits.
+"""Run each call of a tool in a process of its own, with limits.
 
 Owns how a function is named to that process, its limits, and the workers that calls are forked
 from. Invariant: only JSON crosses, nothing is unpickled, and what a call started ends with it.
@@ -40,67 +40,49 @@ def isolated(
     environment: Sequence[str] = INHERITED_VARIABLES,
     warm: bool = False,
 ) -> Tool:
-    """The same tool, each call in a fresh process: it shares no memory with this one.
+    """Return the same tool with each call run in a fresh process, which shares no memory.
 
     The function is found again by its module and name, so it must stand at the top level of a
-    module, or of the script that is run. What that module imports is imported in every call: keep
-    such tools in a module of their own that imports little. Arguments and results cross as JSON.
-    The process starts in an empty folder that is deleted afterwards; what it prints is dropped; at
-    its end, or when its time is up (`Limits.tool_timeout_s`), all that it started is killed.
+    module, or of the script that is run. Each call imports that module: keep such tools in a module
+    of their own that imports little. Arguments and results cross as JSON. The process starts in an
+    empty folder that is deleted afterwards, and what it prints is dropped. When the call ends or
+    times out (`Limits.tool_timeout_s`), everything that it started is killed.
 
     With `warm`, workers import the module once and fork for each call, which takes about 3 ms; a
-    fresh Python takes 140 ms, and what the module imports. A call finds the module as the import
-    left it, whatever other calls did. So the module must stand being forked: threads that its
-    import starts are in no call, and what it opens is shared by all. A worker whose call ran out
-    of time is replaced; all end with the tool.
+    fresh Python takes 140 ms plus the module's imports. Each call finds the module as the import
+    left it. The module must stand being forked: threads that its import starts do not exist in
+    calls, and what it opens is shared by all. A worker whose call timed out is replaced; all end
+    with the tool.
 
-    The process runs as the same user: it can read this user's files and use the network. Calls of
-    one tool run side by side on as many CPUs as there are, unless its `max_concurrency` says
-    otherwise.
+    The process runs as the same user: it can read this user's files and use the network. As many
+    calls of one tool run concurrently as there are CPUs, unless its `max_concurrency` differs.
 
     Args:
-        cpu_s: processor time of one call.
+        tool: a function or `Tool`.
+        cpu_s: processor time per call.
         memory_mb: address space of the process, imports included.
-        max_output_bytes: of the result as JSON, and of any file that the call writes.
-        environment: names of environment variables that the process may see; no others are.
-        warm: keep the workers, as many as calls ran side by side.
+        max_output_bytes: size of the result as JSON, and of each file that the call writes.
+        environment: names of the environment variables that the process may see.
+        warm: keep the workers, as many as calls ran concurrently.
 
     Raises:
         ToolDefinitionError: the function can't be found by name (a lambda, a closure, a method), or
             a limit is not positive; says what to do.
     """
     tool = as_tool(tool)
-    for name, value in (
-        ("cpu_s", cpu_s),
-        ("memory_mb", memory_mb),
-        ("max_output_bytes", max_output_bytes),
-    ):
+    limits = {"cpu_s": cpu_s, "memory_mb": memory_mb, "max_output_bytes": max_output_bytes}
+    for name, value in limits.items():
         if not isinstance(value, int) or value <= 0:
             raise ToolDefinitionError(
                 f"`{name}` of tool `{tool.name}` must be a whole number above 0, got {value!r}."
             )
-    call = _IsolatedCall(
-        place=_place_of(tool),
-        cpu_s=cpu_s,
-        memory_mb=memory_mb,
-        max_output_bytes=max_output_bytes,
-        variables=tuple(environment),
-        warm=warm,
-    )
+    call = _IsolatedCall({**_place_of(tool), **limits}, tuple(environment), warm)
     max_concurrency = tool.max_concurrency or os.cpu_count()
     return dataclasses.replace(tool, function=call, max_concurrency=max_concurrency)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a function is found again: in a module, or in a script's file."""
-
-    module: str
-    qualname: str
-    file: str | None
-
-
-def _place_of(tool: Tool) -> _Place:
+def _place_of(tool: Tool) -> dict[str, Any]:
+    """Return where another process finds the function: in a module, or in a script's file."""
     function = tool.function
     module = getattr(function, "__module__", None) or ""
     qualname = getattr(function, "__qualname__", "<object>")
@@ -115,28 +97,14 @@ def _place_of(tool: Tool) -> _Place:
             "found by that name from another process. Define it with `def` at the top level of a "
             "module (no lambda, closure, bound method, partial or notebook cell)."
         )
-    return _Place(module=module, qualname=qualname, file=file and str(Path(file).resolve()))
+    return {"module": module, "qualname": qualname, "file": file and str(Path(file).resolve())}
 
 
 class _IsolatedCall:
-    """What takes the function's place; async."""
+    """Takes the function's place: sends each call to a worker."""
 
-    def __init__(
-        self,
-        *,
-        place: _Place,
-        cpu_s: int,
-        memory_mb: int,
-        max_output_bytes: int,
-        variables: tuple[str, ...],
-        warm: bool,
-    ) -> None:
-        self._sent = {
-            **dataclasses.asdict(place),
-            "cpu_s": cpu_s,
-            "memory_mb": memory_mb,
-            "max_output_bytes": max_output_bytes,
-        }
+    def __init__(self, sent: dict[str, Any], variables: tuple[str, ...], warm: bool) -> None:
+        self._sent = sent
         self._variables = variables
         self._warm = warm
         self._idle: list[_Worker] = []
@@ -193,7 +161,7 @@ class _IsolatedCall:
 
 
 class _Worker:
-    """A process that forks for calls, one at a time. Belongs to no event loop."""
+    """A process that forks for each call, one at a time. Belongs to no event loop."""
 
     def __init__(self, variables: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -215,7 +183,7 @@ class _Worker:
         return self._process.poll()
 
     async def run(self, request: bytes) -> dict[str, Any] | None:
-        """The report of one call; None where the worker did not live to write it."""
+        """Return the report of one call, or None if the worker died before it wrote one."""
         loop = asyncio.get_running_loop()
         report = bytearray()
         with contextlib.suppress(ConnectionError):
@@ -229,7 +197,7 @@ class _Worker:
         return None
 
     def end(self) -> None:
-        """End it with all that its call started; returns once it is gone."""
+        """End the worker with everything its call started; returns once it is gone."""
         self._socket.close()
         try:
             self._process.wait(_END_S)

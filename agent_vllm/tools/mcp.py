@@ -1,7 +1,7 @@
-"""McpTools: the tools of an MCP server, as `Tool`s.
+"""Offer the tools of an MCP server as `Tool`s.
 
-Owns the session (one thread, one event loop, one server) and what its results become. The protocol
-is the official client's. Invariant: a server that was started is stopped, whatever comes between.
+Owns the session (one thread, one event loop, one server) and the text of its results. The official
+client speaks the protocol. Invariant: a server that was started is stopped, whatever happens.
 """
 
 import asyncio
@@ -28,29 +28,30 @@ _MAX_PAGES = 100
 
 
 class McpTools(Sequence[Tool]):
-    """A server's tools, in its order; closed by `close`, by `with`, or when Python ends.
+    """The tools of one server, in its order. Closed by `close`, by `with`, or when Python exits.
 
     ```python
     with McpTools(command=["npx", "-y", "@modelcontextprotocol/server-memory"]) as tools:
         rollout_batch(engine, chat, messages_batch, [tools] * len(messages_batch))
     ```
 
-    Calls run side by side over one session. Text comes back as text; a result with structured
-    content alone as JSON; images and other binary data are refused, as a failed result. A result
-    that the server marks as an error is a failed one too.
+    Calls run concurrently over one session. Text content is returned as text, and structured
+    content alone as JSON. Images and other binary data give a failed result, and so does a result
+    that the server marks as an error.
 
     Args:
-        command: a program and its arguments, spoken to over its stdin and stdout. It gets the few
-            environment variables that the official client deems safe, and `environment`.
-        url: of a server that speaks streamable HTTP.
+        command: a program and its arguments; it serves over stdin and stdout. It gets the few
+            environment variables that the official client considers safe, and `environment`.
+        url: address of a server that speaks streamable HTTP.
         environment: further environment variables for the command.
         headers: sent with every HTTP request, for instance `Authorization`.
-        timeout_s: seconds for the server to start and to list its tools.
+        timeout_s: seconds in which the server must start and list its tools.
 
     Raises:
-        ToolServerError: the server can't be started or reached, ends, speaks no MCP or doesn't
-            answer in time; or the package `mcp` is missing.
-        ToolDefinitionError: two of its tools have one name, or a schema is no JSON schema.
+        ToolServerError: the server can't be started or reached, exits, does not speak MCP or does
+            not answer in time; or the package `mcp` is missing.
+        ToolDefinitionError: two of its tools have one name, or a schema is not a JSON schema.
+        ValueError: neither or both of `command` and `url` are given.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class McpTools(Sequence[Tool]):
         self._tools = list(named.values())
 
     def close(self) -> None:
-        """End the session and the server that this started. Closing twice is fine."""
+        """End the session and the server that it started. Can be called twice."""
         self._session.close()
 
     def __enter__(self) -> Self:
@@ -107,7 +108,7 @@ class McpTools(Sequence[Tool]):
 
 
 class _Session:
-    """The client's life on a thread of its own: it must end in the task in which it began."""
+    """Runs the client on a thread of its own; it must end in the task in which it began."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class _Session:
         self._thread = threading.Thread(target=self._run, daemon=True, name="MCP session")
 
     def start(self) -> list[Any]:
-        """The server's own descriptions of its tools."""
+        """Start the thread and return the server's descriptions of its tools."""
         atexit.register(self.close)
         self._thread.start()
         return self._started.result()
@@ -217,7 +218,7 @@ async def _list(client: "Client") -> list[Any]:
 
 
 def _text(result: Any) -> str:
-    """A `CallToolResult` as text for the model.
+    """Return a `CallToolResult` as text for the model.
 
     Raises:
         ToolFailure: the server marked it as an error, or it holds what isn't text.

@@ -1,18 +1,23 @@
-"""What a call came to, as text for the model: values, and what a tool raised.
+"""Encode what a tool returned or raised as text for the model.
 
-Owns the text form and its greatest length. Standard library only, as isolated calls load this file
-by itself. Invariant: every function here ends in bounded text or in `ToolFailure`.
+Owns the text form and its length limit. Standard library only, as isolated calls load this file by
+itself. Invariant: every function here ends in bounded text or in `ToolFailure`.
 """
 
+import collections
+import dataclasses
+import decimal
+import enum
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 MAX_RESULT_CHARS = 200_000
-"""Longer results are cut here and marked, before anything tokenizes them. What the model sees of
-the rest is set in tokens, by `Limits.max_tool_result_tokens` and the room left."""
+"""Longer results are cut and marked before they are tokenized. How much of the rest the model sees
+is set in tokens, by `Limits.max_tool_result_tokens` and the room left."""
 
+_MAX_EXPONENT = 300  # of a decimal number that becomes a JSON number
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 
 
@@ -29,11 +34,12 @@ class ToolInterrupted(BaseException):
 
 
 def encode_result(value: Any) -> str:
-    """A tool's return value as text: a string as it is, anything else as JSON.
+    """Encode a tool's return value: a string as it is, anything else as JSON.
 
-    Tuples become lists, sets become sorted lists, bytes are read as UTF-8, other objects are given
-    by their own `str`. Lone surrogates, which no tokenizer takes, become question marks. Text
-    longer than `MAX_RESULT_CHARS` is cut and marked.
+    Mappings become objects, and other containers arrays; sets are sorted. Arrays, tensors, data
+    frames, pydantic models, dataclasses, enums and decimal numbers are given by their values, bytes
+    are read as UTF-8, and other objects are given by their own `str`. Lone surrogates, which no
+    tokenizer takes, become question marks. Text longer than `MAX_RESULT_CHARS` is cut and marked.
 
     Raises:
         ToolFailure: the value contains itself, is nested too deeply or has no text form.
@@ -46,7 +52,7 @@ def encode_result(value: Any) -> str:
 
 
 def failure(error: BaseException) -> BaseException:
-    """What stands for `error`, raised by a tool: its kind and message, no traceback."""
+    """Return what to raise in place of a tool's exception: its type and message, no traceback."""
     if isinstance(error, ToolFailure | ToolInterrupted):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -62,18 +68,66 @@ def _bounded(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except TypeError as error:
+        if not str(error).startswith("keys must be"):
+            raise
+    return json.dumps(_with_text_keys(value), ensure_ascii=False)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return a copy for JSON, in which every key is text."""
+    if isinstance(value, Mapping):
+        return {_key(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    is_json = value is None or isinstance(value, str | int | float)
+    return value if is_json else _with_text_keys(_plain(value))
+
+
+def _key(key: Any) -> str:
+    key = key.value if isinstance(key, enum.Enum) else key
+    return key if isinstance(key, str) else _json(key).strip('"')
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return _sorted(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value).decode("utf-8", "replace")
+    """Return what stands for a value that JSON does not know."""
+    convert = _converter_of(value)
+    if convert is not None:
+        return convert(value)
     text = str(value)
     if _ADDRESS.search(text):  # a name and an address, another one in every run
         raise TypeError(f"an object of type {type(value).__name__} has no text of its own.")
     return text
+
+
+def _converter_of(value: Any) -> Callable[[Any], Any] | None:
+    for kinds, convert in _CONVERTERS:
+        if isinstance(value, kinds):
+            return convert
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return lambda v: {field.name: getattr(v, field.name) for field in dataclasses.fields(v)}
+    return next((c for name, c in _CONVERTERS_BY_METHOD if hasattr(type(value), name)), None)
+
+
+def _number(value: decimal.Decimal) -> Any:
+    """Return a decimal number as a JSON number where that loses nothing, else as text."""
+    if not value.is_finite() or abs(value.adjusted()) > _MAX_EXPONENT:
+        return str(value)
+    number = int(value) if value == value.to_integral_value() else float(value)
+    return number if decimal.Decimal(repr(number)) == value else str(value)
+
+
+def _frame(value: Any) -> Any:
+    """Return the rows of a data frame or series, with their labels where they have some."""
+    labels = list(value.index)
+    has_labels = labels != list(range(len(labels)))
+    if not hasattr(value, "columns"):
+        orient = "index" if has_labels else "records"
+    else:
+        orient = "split" if has_labels else "records"
+    return json.loads(value.to_json(orient=orient, date_format="iso", double_precision=15))
 
 
 def _sorted(items: Collection[Any]) -> list[Any]:
@@ -87,5 +141,22 @@ def _sorted(items: Collection[Any]) -> list[Any]:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # its own `__str__` is broken: the kind has to do
+    except Exception:  # its own `__str__` is broken: the type has to do
         return ""
+
+
+_CONVERTERS: list[tuple[Any, Callable[[Any], Any]]] = [
+    (enum.Enum, lambda value: value.value),
+    (decimal.Decimal, _number),
+    (bytes | bytearray | memoryview, lambda value: bytes(value).decode("utf-8", "replace")),
+    (Mapping, dict),
+    (Set, _sorted),  # sets, and views of a dict's keys and items
+    (Sequence | ValuesView | collections.deque, list),
+]
+# Of numpy, torch, pandas, pyarrow and pydantic, none of which is imported here.
+_CONVERTERS_BY_METHOD: list[tuple[str, Callable[[Any], Any]]] = [
+    ("model_dump", lambda value: value.model_dump(mode="json")),
+    ("iloc", _frame),
+    ("to_pylist", lambda value: value.to_pylist()),
+    ("tolist", lambda value: value.tolist()),
+]

@@ -1,35 +1,34 @@
-"""ToolRunner: calls in, results out.
+"""Run the model's tool calls under their limits.
 
-Owns the checks before a call, the limits on it and its repetition. Invariant: whatever a tool
-does, its call ends in one `ToolResult`, in time.
+Owns the checks before a call, its limits and its retries. Invariant: whatever a tool does, its call
+ends in one `ToolResult`, in time.
 """
 
 import asyncio
 import contextlib
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
-from agent_vllm.tools.loops import LoopThread
-from agent_vllm.tools.results import ToolFailure, encode_result, failure
-from agent_vllm.tools.threads import call_in_thread
+from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.tools.tool import Tool
+from agent_vllm.tools.workers import LoopThread, call_in_thread
 from agent_vllm.types import ToolCall, ToolResult
 
 _FIRST_RETRY_S = 0.1  # doubles with every further one
 
 
 class ToolRunner:
-    """Runs calls side by side: sync tools on threads, async tools on one loop of their own.
+    """Runs calls concurrently: sync tools on threads, async tools on one event loop of their own.
 
-    A call that runs out of time is answered at once. Its async task is cancelled; its thread is
-    interrupted, which ends a Python loop, while a thread inside C code (a sleep, a lock) ends when
-    that returns. Past 64 such threads further sync calls are refused instead of piling up.
+    A call that times out is answered at once. Its async task is cancelled. Its thread is
+    interrupted: a Python loop ends, and a thread inside C code (a sleep, a lock) ends when that
+    returns. At most 64 such threads may be outstanding; then further sync calls are refused.
 
     Args:
-        timeout_s: seconds for one call, None for no limit. Waiting for a place is not counted.
-        max_concurrency: calls that run at one time; others wait their turn.
+        timeout_s: seconds per call, None for no limit. Waiting for a slot is not counted.
+        max_concurrency: calls that run at one time; others wait.
     """
 
     def __init__(self, *, timeout_s: float | None = 30.0, max_concurrency: int = 256) -> None:
@@ -41,10 +40,12 @@ class ToolRunner:
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float | None = None
     ) -> list[ToolResult]:
-        """Results in call order; calls begin in it too.
+        """Run the calls; they start in order, and results come back in call order.
 
         Args:
-            timeout_s: bounds these calls as a whole, waiting included.
+            calls: of one turn.
+            tools: the tools on offer, by name.
+            timeout_s: limit for these calls together, waiting included.
 
         Raises:
             ToolInterrupted: a tool was interrupted by the user.
@@ -55,6 +56,7 @@ class ToolRunner:
         return await asyncio.gather(*(self._run_one(call, tools, give_up_at) for call in calls))
 
     def close(self) -> None:
+        """Cancel async calls that still run and end their loop; returns at once."""
         if self._async_loop is not None:
             self._async_loop.stop()
             self._async_loop = None
@@ -72,7 +74,7 @@ class ToolRunner:
         return ToolResult(name=call.name, content=content, status="ok")
 
     async def _try(self, tool: Tool, arguments: Mapping[str, Any], give_up_at: float | None) -> str:
-        """The call's result as text, made again as often as the tool allows and time is left."""
+        """Return the call's result as text; retry as the tool allows and while time is left."""
         for attempt in range(tool.max_retries):
             pause_s = _FIRST_RETRY_S * 2**attempt
             try:
@@ -86,11 +88,11 @@ class ToolRunner:
     async def _call(
         self, tool: Tool, arguments: Mapping[str, Any], give_up_at: float | None
     ) -> str:
-        async with contextlib.AsyncExitStack() as places:
+        async with contextlib.AsyncExitStack() as slots:
             try:
                 async with asyncio.timeout_at(give_up_at):
-                    await places.enter_async_context(self._gate(tool))
-                    await places.enter_async_context(self._slots)
+                    await slots.enter_async_context(self._gate(tool))
+                    await slots.enter_async_context(self._slots)
             except TimeoutError as error:
                 raise ToolFailure("Not run: no place was free in time.") from error
             limits = (self.timeout_s, None if give_up_at is None else give_up_at - _now())
@@ -107,8 +109,8 @@ class ToolRunner:
             text = await call_in_thread(lambda: _called(tool, arguments), tool.name, limit_s)
             if isinstance(text, str):
                 return text
-            return await self._loop.call(_awaited(lambda: text), limit_s)
-        return await self._loop.call(_awaited(lambda: _fresh_call(tool, arguments)), limit_s)
+            return await self._loop.call(lambda: _awaited(text), limit_s)
+        return await self._loop.call(lambda: _awaited(_fresh_call(tool, arguments)), limit_s)
 
     @property
     def _loop(self) -> LoopThread:
@@ -123,7 +125,7 @@ class ToolRunner:
 
 
 class _Gate(contextlib.AbstractAsyncContextManager[None]):
-    """One tool's own limits, held while a call of it runs."""
+    """Holds one tool's own limits while a call of it runs."""
 
     def __init__(self, tool: Tool) -> None:
         self._slots = asyncio.Semaphore(tool.max_concurrency) if tool.max_concurrency else None
@@ -168,7 +170,7 @@ def _error_result(call: ToolCall, message: str, status: Literal["failed", "inval
     return ToolResult(name=call.name, content=encode_result({"error": message}), status=status)
 
 
-# ---- what runs beside the rollout: the call and the writing of its result ----
+# ---- what runs on a worker: the call and the encoding of its result ----
 
 
 def _fresh_call(tool: Tool, arguments: Mapping[str, Any]) -> Any:
@@ -176,18 +178,10 @@ def _fresh_call(tool: Tool, arguments: Mapping[str, Any]) -> Any:
 
 
 def _called(tool: Tool, arguments: Mapping[str, Any]) -> str | Awaitable[Any]:
-    """The result as text, or what a sync function gave that must be awaited on the loop."""
-    try:
-        value = _fresh_call(tool, arguments)
-        return value if inspect.isawaitable(value) else encode_result(value)
-    except BaseException as error:  # SystemExit and its like are a tool's trouble too
-        raise failure(error) from error
+    """Return the result as text, or the awaitable that a sync function returned."""
+    value = _fresh_call(tool, arguments)
+    return value if inspect.isawaitable(value) else encode_result(value)
 
 
-async def _awaited(call: Callable[[], Awaitable[Any]]) -> str:
-    try:
-        return encode_result(await call())
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the loop of all async tools
-        raise failure(error) from error
+async def _awaited(value: Awaitable[Any]) -> str:
+    return encode_result(await value)

@@ -1,25 +1,24 @@
-"""Tool: a function, what the model is told of it, and how it may be run.
+"""Describe a function to the model, and say how its calls may be run.
 
-Owns schemas and the check of arguments. Invariant: a tool that was built has a schema that can be
-checked without asking anything outside of it.
+Owns how a Python function becomes a schema. Invariant: a tool that was built has a schema that
+arguments can be checked against.
 """
 
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jsonschema
-import referencing
-import referencing.exceptions
-from referencing.jsonschema import DRAFT202012
 from transformers.utils.chat_template_utils import get_json_schema
 
 from agent_vllm.errors import ToolDefinitionError
+from agent_vllm.tools.arguments import argument_errors, schema_problem
 
-_NOTHING_REMOTE = referencing.Registry()  # without it, jsonschema fetches remote references
+# `a (int, optional): text` in a docstring; the type is in the hints already.
+_TYPED_ARGUMENT = re.compile(r"^(\s*)(\w+)\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,11 +29,11 @@ class Tool:
         schema: what the chat template sees, `{"type": "function", "function": {"name",
             "description", "parameters"}}`, as `transformers.utils.get_json_schema` gives it.
         function: sync or async; gets the arguments by keyword.
-        ends_episode: a call that succeeds is the trajectory's last act (a "final answer" tool).
+        ends_episode: a call that succeeds ends the trajectory (a "final answer" tool).
         max_concurrency: calls of this tool that run at one time in a rollout, None for no limit.
-        max_calls_per_s: how fast its calls may begin, None for no limit.
-        max_retries: how often a call that raised or ran out of time is made again. Only for tools
-            that are safe to call twice.
+        max_calls_per_s: how many calls may start per second, None for no limit.
+        max_retries: how often a call that raised or timed out is retried. Only for tools that are
+            safe to call twice.
     """
 
     schema: Mapping[str, Any]
@@ -46,8 +45,12 @@ class Tool:
 
     def __post_init__(self) -> None:
         self._check_limits()
+        for key in ("name", "description"):
+            value = self.schema["function"].get(key, "")
+            if not isinstance(value, str):
+                raise ToolDefinitionError(f"A tool's `{key}` must be text, got {value!r}.")
         try:
-            problem = _problem_of(json.dumps(self._parameters))
+            problem = schema_problem(json.dumps(self._parameters))
         except (TypeError, ValueError) as error:
             problem = f"are no JSON: {error}"
         if problem is not None:
@@ -68,23 +71,13 @@ class Tool:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @functools.cached_property
-    def _validator(self) -> jsonschema.Draft202012Validator:
-        return jsonschema.Draft202012Validator(self._parameters, registry=_NOTHING_REMOTE)
-
-    @functools.cached_property
     def _parameters(self) -> dict[str, Any]:
         parameters = self.schema["function"].get("parameters") or {}
         return {"type": "object", "additionalProperties": False, **parameters}
 
     def argument_errors(self, arguments: Mapping[str, Any]) -> list[str]:
-        """What is wrong with the arguments, in the schema's terms; empty when they fit."""
-        try:
-            return [
-                f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message}"
-                for error in self._validator.iter_errors(arguments)
-            ]
-        except RecursionError:
-            return ["arguments: nested too deeply"]
+        """Return what is wrong with the arguments, in the schema's terms; empty if they fit."""
+        return argument_errors(self._parameters, arguments)
 
     @property
     def takes_nothing(self) -> bool:
@@ -105,7 +98,7 @@ class Tool:
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
-    """A `Tool` from a Python function with type hints and a Google-style docstring.
+    """Make a `Tool` from a Python function with type hints and a Google-style docstring.
 
     Raises:
         ToolDefinitionError: the function can't be described to the model; says what is missing.
@@ -117,7 +110,7 @@ def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
             f"A tool must be a function or an `agent_vllm.tools.Tool`, got {tool!r}."
         )
     try:
-        return Tool(schema=get_json_schema(tool), function=tool)
+        return Tool(schema=_schema_of(tool), function=tool)
     except Exception as error:  # the parser of hints and docstrings raises many kinds
         name = getattr(tool, "__name__", repr(tool))
         raise ToolDefinitionError(
@@ -127,11 +120,13 @@ def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
 
 
 def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str, Tool]:
-    """Tools in order, by the name the model uses.
+    """Return the tools in order, by the name that the model uses.
 
     Raises:
-        ToolDefinitionError: a tool that can't be described, or two of one name.
+        ToolDefinitionError: no list was given, a tool can't be described, or two have one name.
     """
+    if isinstance(tools, Tool) or inspect.isroutine(tools):
+        raise _no_list(tool_name(tools))
     named: dict[str, Tool] = {}
     for tool in map(as_tool, tools or ()):
         if tool.name in named:
@@ -142,36 +137,67 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]] | None) -> dict[str
     return named
 
 
+def row_function(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function from a row to the row's tools, after checking that it is no tool itself.
+
+    Raises:
+        ToolDefinitionError: it takes other arguments than a row, or is described as a tool is.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    num_required = sum(
+        p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+    )
+    if not parameters or num_required > 1 or _is_described(function):
+        raise _no_list(getattr(function, "__name__", repr(function)))
+    return function
+
+
+def _is_described(function: Callable[..., Any]) -> bool:
+    """Return whether hints and docstring make it a tool, whose first argument is no row."""
+    try:
+        properties = _schema_of(function)["function"]["parameters"]["properties"]
+    except Exception:  # no hints or no docstring: the parser of both raises many kinds
+        return False
+    return next(iter(properties.values()), {}).get("type") != "object"
+
+
+def _no_list(name: str) -> ToolDefinitionError:
+    return ToolDefinitionError(
+        f"`tools` must be a list of tools, got the tool `{name}` itself. Write `[{name}]`."
+    )
+
+
 def tool_name(tool: Tool | Callable[..., Any]) -> str:
-    """The name that the model uses, without the work of describing the tool."""
+    """Return the name that the model uses, without the work of describing the tool."""
     return tool.name if isinstance(tool, Tool) else tool.__name__
 
 
-@functools.lru_cache(maxsize=4096)  # environments build the same tools over and over
-def _problem_of(schema_text: str) -> str | None:
-    schema = json.loads(schema_text)
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        return f"are no JSON schema: {error.message}"
-    resolver = _NOTHING_REMOTE.with_resource("", DRAFT202012.create_resource(schema)).resolver()
-    for reference in _references(schema):
-        try:
-            resolver.lookup(reference)
-        except referencing.exceptions.Unresolvable:
-            return (
-                f"refer to {reference!r}, which is not in them. Write it out, or put it under "
-                "`$defs`"
-            )
-    return None
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    schema = get_json_schema(_with_plain_docstring(function))
+    properties = schema["function"]["parameters"]["properties"]
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is None:  # `day: str = None` accepts None, whatever its hint says
+            properties[name]["nullable"] = True
+    return schema
 
 
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, Mapping):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"]
-        for part in schema.values():
-            yield from _references(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            yield from _references(part)
+def _with_plain_docstring(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, or a stand-in whose docstring has no types in it.
+
+    Google's style allows `a (int): text`; transformers reads `a: text` alone.
+    """
+    parameters = inspect.signature(function).parameters
+    docstring = inspect.getdoc(function) or ""
+
+    def untyped(match: re.Match[str]) -> str:
+        return f"{match[1]}{match[2]}:" if match[2] in parameters else match[0]
+
+    plain = _TYPED_ARGUMENT.sub(untyped, docstring)
+    if plain == docstring:
+        return function
+
+    @functools.wraps(function)
+    def stand_in() -> None: ...
+
+    stand_in.__doc__ = plain
+    return stand_in

@@ -1,7 +1,7 @@
-"""Assistant turns as text to messages and calls. One module a way of reading; chosen here.
+"""Read assistant turns, as text, into messages and calls. One module per format.
 
-Invariant: whatever a model writes is a `ParsedTurn`. A call that can't be read is a call with an
-error, in its place among the others.
+Invariant: any text gives a `ParsedTurn`. A call that can't be read is a call with an error, in its
+place among the others.
 """
 
 import functools
@@ -36,10 +36,10 @@ _OWN_PARSERS: dict[str, ResponseParser] = {"hermes": parse_hermes, "lfm2": parse
 
 
 def named_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ResponseParser:
-    """A parser by name: "hermes", "lfm2", a family with a response template, or one of vLLM's.
+    """Return a parser by name: "hermes", "lfm2", a family with a response template, or vLLM's.
 
     Raises:
-        ValueError: nobody knows the name; lists those that are known.
+        ValueError: the name is unknown; lists the known ones.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name]
@@ -61,9 +61,9 @@ def find_parser(
     reads: Callable[[ResponseParser], bool],
     is_better: Callable[[ResponseParser], bool],
 ) -> ResponseParser | None:
-    """The first parser that `reads` a call as this chat template writes it, and `is_better`.
+    """Return the first parser that `reads` a call as this chat template writes it.
 
-    The first that reads one where none is better; None where none reads one.
+    One that `is_better` too is preferred. None if no parser reads the call.
     """
     reading = filter(reads, map(safely, _candidates(tokenizer, chat_template)))
     found = []
@@ -75,7 +75,7 @@ def find_parser(
 
 
 def safely(parser: ResponseParser) -> ResponseParser:
-    """The parser, with whatever it raises turned into a call's error."""
+    """Wrap a parser so that whatever it raises becomes a call's error."""
 
     @functools.wraps(parser, updated=())
     def parse(turn: SampledTurn) -> ParsedTurn:
@@ -107,7 +107,7 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Itera
 
 
 def response_templates() -> dict[str, Mapping[str, Any]]:
-    """Response templates by family: ours, and TRL's as `trl.chat_template_utils` names them."""
+    """Return response templates by family: ours, and TRL's from `trl.chat_template_utils`."""
     from trl import chat_template_utils
 
     found = {

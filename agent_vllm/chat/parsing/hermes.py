@@ -1,6 +1,6 @@
-"""Reads an assistant turn in the Hermes form: optional thinking, text, `<tool_call>` JSON blocks.
+"""Read assistant turns in the Hermes format: optional thinking, text, `<tool_call>` JSON blocks.
 
-Invariant: any text gives a `ParsedTurn`, in time linear in its length; what is malformed becomes a
+Invariant: any text gives a `ParsedTurn`, in time linear in its length. A malformed call becomes a
 call with an error, and nothing inside a thinking block is a call.
 """
 
@@ -19,7 +19,7 @@ _BODY = re.compile(rf'(?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!{_CALL_END[1:]}))*+', 
 
 
 def parse_hermes(turn: SampledTurn) -> ParsedTurn:
-    """One assistant turn as a message (TRL's keys) and its calls.
+    """Read one assistant turn as a message (with TRL's keys) and its calls.
 
     The message holds `content` (never None), `reasoning_content` if there was any, and `tool_calls`
     for the calls that could be read; a malformed call stays in `content` as the model wrote it.
@@ -28,7 +28,7 @@ def parse_hermes(turn: SampledTurn) -> ParsedTurn:
 
 
 def _read_call(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """The call whose JSON begins at `start`, and the position after its closing tag."""
+    """Read the call whose JSON begins at `start`; also return where its closing tag ends."""
     body_end = _BODY.match(text, start).end()  # type: ignore[union-attr]
     body = text[start:body_end].lstrip()
     try:

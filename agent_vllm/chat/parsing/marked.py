@@ -1,8 +1,8 @@
-"""Reads turns in which a mark opens what the model calls: thinking, text, calls, in any order.
+"""Read turns in which a mark opens calls: thinking, text and calls in any order.
 
-Owns what forms with such a mark have in common; how calls are written behind the mark is their own.
-Invariant: any text gives a `ParsedTurn`; nothing inside a thinking block is a call, and what could
-not be read stays in the content as the model wrote it.
+Owns what such formats share; each reads the calls behind its mark itself. Invariant: any text gives
+a `ParsedTurn`. Nothing inside a thinking block is a call, and text that can't be read stays in the
+content.
 """
 
 import re
@@ -15,13 +15,13 @@ from agent_vllm.types import ParsedTurn, ToolCall
 _THINK, _THINK_END = "<think>", "</think>"
 
 ReadCalls = Callable[[str, int], tuple[list[ToolCall], int]]
-"""The calls that begin behind a mark, at this position, and the position after them."""
+"""Reads the calls that begin at this position, behind a mark; also returns where they end."""
 
 
 def read_marked(
     turn: SampledTurn, mark: str, read_calls: ReadCalls, *, thinking_key: str = "reasoning_content"
 ) -> ParsedTurn:
-    """One turn as a message and its calls. The message's `content` is text, never None."""
+    """Read one turn as a message and its calls. The message's `content` is text, never None."""
     text = turn.text
     opening = re.compile(f"{_THINK}|{re.escape(mark)}")
     content: list[str] = []
@@ -47,14 +47,14 @@ def read_marked(
 
 
 def malformed(text: str, start: int, end_mark: str, error: str) -> tuple[list[ToolCall], int]:
-    """A call that could not be read, up to its closing mark or the text's end."""
+    """Return a call that can't be read, up to its closing mark or the end of the text."""
     close = text.find(end_mark, start)
     end = len(text) if close < 0 else close + len(end_mark)
     return [ToolCall(name="unknown", arguments=None, error=error)], end
 
 
 def _read_thought(text: str, start: int, thoughts: list[str]) -> int:
-    """Note the thinking that begins at `start`; the position after its end, or after the text."""
+    """Append the thinking that begins at `start`; return the position after it."""
     close = text.find(_THINK_END, start)
     end = len(text) if close < 0 else close
     thoughts.append(text[start:end].strip())

@@ -1,7 +1,7 @@
-"""Response templates for families that TRL has none for, or one that reads less than models write.
+"""Response templates for families for which TRL has none, or one that misses what models write.
 
-Data for `ResponseTemplateParser`; the form is transformers' own. Patterns have bounds where a flood
-of half a mark would otherwise be looked at over and over.
+Data for `ResponseTemplateParser`, in transformers' format. Patterns are bounded where a long run of
+partial marks would otherwise be scanned again and again.
 """
 
 from typing import Any

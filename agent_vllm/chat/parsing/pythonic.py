@@ -1,4 +1,4 @@
-"""Reads an assistant turn in LFM2's form: calls as a Python list between two marks.
+"""Read assistant turns in LFM2's format: calls as a Python list between two marks.
 
 `<|tool_call_start|>[search(query='vLLM', limit=3), now()]<|tool_call_end|>`. The list is parsed by
 Python's own grammar and only literals are values; nothing is evaluated. Invariant: any text gives a
@@ -27,7 +27,7 @@ _MAX_CHARS = 100_000  # more is no call; Python's parser is kept from what it ca
 
 
 def parse_pythonic(turn: SampledTurn) -> ParsedTurn:
-    """One assistant turn as a message and its calls.
+    """Read one assistant turn as a message and its calls.
 
     The message holds `content` (never None), `thinking` if there was any (the key that LFM2's
     templates read), and `tool_calls`; a list that can't be read stays in `content` as one call with
@@ -71,7 +71,7 @@ def _call(node: ast.expr) -> ToolCall:
 
 
 def _value(node: ast.expr) -> Any:
-    """What a literal stands for, JSON's words for it included."""
+    """Return the value of a literal; JSON's names for true, false and null are known too."""
     match node:
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]

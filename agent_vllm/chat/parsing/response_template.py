@@ -1,9 +1,8 @@
-"""Reads turns by a transformers response template, which TRL has for many model families.
+"""Read turns with a transformers response template; TRL has one for many model families.
 
 https://huggingface.co/docs/transformers/main/en/chat_response_parsing. The template says where a
-field begins and ends; finding the fields is done here, reading a call is transformers' own work,
-one call at a time. Invariant: any text gives a `ParsedTurn`, and a call that can't be read is a
-value of its own that costs no other call.
+field begins and ends. This module finds the fields; transformers reads the calls, one at a time.
+Invariant: any text gives a `ParsedTurn`, and a call that can't be read spoils no other call.
 """
 
 import json
@@ -72,12 +71,12 @@ class ResponseTemplateParser:
         return ParsedTurn(message=message, calls=calls)
 
     def _header(self, prefix: str) -> str:
-        """What the prompt has written of this turn after its header."""
+        """Return what the prompt already holds of this turn after its header."""
         anchors = list(self._anchor.finditer(prefix)) if self._anchor else []
         return prefix[anchors[-1].end() :] if anchors else ""
 
     def _regions(self, text: str) -> Iterator[tuple["_Field", str, str]]:
-        """Each field that occurs, in order, with its whole text and what is between its marks."""
+        """Yield each field in order, with its whole text and the text between its marks."""
         rest = next((field for field in self._fields if field.open is None), None)
         finders = [_Finder(field, text) for field in self._fields if field.open is not None]
         position = 0
@@ -117,9 +116,9 @@ class ResponseTemplateParser:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tags:
-    """Reads calls whose arguments are tags, `<parameter=city>Oslo</parameter>` and the like.
+    """Reads calls whose arguments are tags, such as `<parameter=city>Oslo</parameter>`.
 
-    transformers reads them by one pattern, which takes time cubic in the length of white space.
+    transformers uses one pattern for them, whose time is cubic in the length of white space.
     """
 
     call: Any  # has a group `name`
@@ -145,7 +144,7 @@ class _Tags:
         )
 
     def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of the call that the region begins with."""
+        """Return name and arguments of the call that the region begins with."""
         head = self.call.match(region)
         name = head["name"].strip()
         types = _argument_types(name, tools)
@@ -167,17 +166,17 @@ class _Tags:
 
 
 def _check_gap(text: str) -> None:
-    """Around arguments there is nothing but white space and the function's own closing tag."""
+    """Check that only white space and the function's closing tag surround the arguments."""
     if text.strip() not in ("", "</function>"):
         raise ValueError(f"there is text that is no argument, {text.strip()[:40]!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LooseJson:
-    """Reads calls in JSON with unquoted keys and a mark on both sides of text, `{city:|Oslo|}`.
+    """Reads calls in JSON with unquoted keys and marks around text, such as `{city:|Oslo|}`.
 
-    transformers reads them in time quadratic in the number of marks. Python's word for null, which
-    templates write too, is null.
+    transformers takes time quadratic in the number of marks. Python's None, which templates write
+    too, is null.
     """
 
     call: Any  # has a group `name`
@@ -193,7 +192,7 @@ class _LooseJson:
         return cls(call=call, close=_pattern(spec, "close"), quote=quotes[0][0])
 
     def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Any]:
-        """Name and arguments of the call that the region begins with."""
+        """Return name and arguments of the call that the region begins with."""
         head = self.call.match(region)
         close = self.close.search(region, head.end())
         if close is None:
@@ -208,7 +207,7 @@ class _LooseJson:
 
 
 def _as_strict_json(piece: str) -> str:
-    """JSON between texts, with its keys in quotes."""
+    """Quote the keys of the JSON between two texts."""
     return _PYTHON_NULL.sub("null", _LOOSE_KEY.sub(r'\1"\2":', piece))
 
 
@@ -228,7 +227,7 @@ class _Field:
 
 
 class _Finder:
-    """The next opening of one field; looks at each character once, as positions only grow."""
+    """Finds the next opening of one field; scans each character once, as positions only grow."""
 
     def __init__(self, field: _Field, text: str) -> None:
         self._field = field
@@ -248,7 +247,7 @@ class _Finder:
 
 
 def _pattern(spec: Mapping[str, Any], key: str) -> Any:
-    """A mark of the template compiled: given as a pattern, a literal, or several literals."""
+    """Compile a mark of the template: a pattern, a literal, or several literals."""
     pattern = spec.get(f"{key}_pattern")
     if pattern is None:
         literals = spec.get(key)
@@ -264,7 +263,7 @@ def _pattern(spec: Mapping[str, Any], key: str) -> Any:
 
 
 def _without_end(text: str, field: _Field) -> str:
-    """The rest field closes with the turn; what closes it is not its text."""
+    """Remove what closes the rest field, which ends with the turn."""
     close = field.close.search(text) if field.close else None
     return text[: close.start()] + text[close.end() :] if close else text
 
@@ -276,7 +275,7 @@ def _argument_types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[st
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value that a tag's text stands for: text where the schema allows text or says nothing."""
+    """Return a tag's value: its text if the schema allows text or says nothing, else JSON."""
     choices = [schema, *schema.get("anyOf", ())]
     types = {kind for choice in choices for kind in _as_list(choice.get("type"))}
     if not types or "string" in types:

@@ -1,4 +1,4 @@
-"""What a parser is given. A parser is any callable from a `SampledTurn` to a `ParsedTurn`."""
+"""The input of parsers. A parser is any callable from a `SampledTurn` to a `ParsedTurn`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class SampledTurn:
     """One assistant turn as text, special tokens kept.
 
     Attributes:
-        text: what was sampled, without the end token.
-        prefix: the end of the prompt, the header of this turn in it; shows what the template wrote
-            of the turn already, such as an opening `<think>`.
-        end: the end token's text; empty where the turn has none.
+        text: the sampled text, without the end token.
+        prefix: the end of the prompt with the header of this turn; shows what the template already
+            wrote of the turn, such as an opening `<think>`.
+        end: the end token's text; empty if the turn has none.
         tools: schemas of the tools on offer.
     """
 
@@ -26,9 +26,9 @@ class SampledTurn:
 
     @property
     def starts_in_thinking(self) -> bool:
-        """Whether the prompt has opened a `<think>` block that this turn goes on with."""
+        """Whether the prompt ends inside a `<think>` block that this turn continues."""
         return self.prefix.rstrip().endswith("<think>")
 
 
 ResponseParser = Callable[[SampledTurn], ParsedTurn]
-"""Must return a value for any text, however malformed; what it raises becomes a call's error."""
+"""Must return a value for any text, however malformed; an exception becomes a call's error."""

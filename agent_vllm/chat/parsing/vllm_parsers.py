@@ -1,7 +1,7 @@
-"""vLLM's tool parsers by name, for families that have no response template.
+"""Use vLLM's tool parsers by name, for families that have no response template.
 
-https://docs.vllm.ai/en/latest/features/tool_calling.html. They were written for a server's answers;
-here thinking is taken off first, and what one raises is a call's error.
+https://docs.vllm.ai/en/latest/features/tool_calling.html. They were written for a server's answers:
+here thinking is removed first, and an exception becomes a call's error.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ _THINK, _THINK_END = "<think>", "</think>"
 
 
 def vllm_parser_names() -> list[str]:
-    """Names that vLLM knows; none where it is not installed."""
+    """Return the names of vLLM's parsers; none if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return []
     from vllm.tool_parsers import ToolParserManager
@@ -33,7 +33,7 @@ class VLLMToolParser:
         name: as `vllm serve --tool-call-parser` takes it.
 
     Raises:
-        ValueError: vLLM's parser of this name reads a stream only.
+        ValueError: vLLM's parser of this name reads streams only.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,7 +74,7 @@ class VLLMToolParser:
 
 
 def _split_thinking(turn: SampledTurn) -> tuple[str, str]:
-    """Reasoning and the rest; calls drafted while thinking are no calls."""
+    """Split off the reasoning; calls drafted while thinking are not calls."""
     text = turn.text
     if not turn.starts_in_thinking:
         before, opened, text = text.partition(_THINK)

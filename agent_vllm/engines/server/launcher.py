@@ -23,6 +23,9 @@ from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKE
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import VLLMServerError
 
+DESCRIPTION = (
+    "Start one vLLM server that rollouts can use. Everything after `--` goes to vLLM as it is."
+)
 _EXTENSION = "agent_vllm.engines.server.worker_extension.WorkerExtension"
 _CPU_ENVIRONMENT = {
     # OpenMP threads that spin while they wait slow each other down tenfold on shared cores.

@@ -1,8 +1,9 @@
-"""Is a model, with its template and your tools, fit for multi-turn training? One row a check.
+"""Check a model, its chat template, your tools and the engines before a training run.
 
-It looks at what goes wrong silently: the chat template between turns, end tokens, masks and their
-shift, calls that aren't read, engines whose logprobs or weights are not the learner's. Tools are
-not run. Exit status 1 if a check fails.
+The checks look for faults that training would not report: a chat template that rewrites earlier
+turns, end tokens that are not trained, masks that are shifted, calls that are not read, and engines
+whose logprobs or weights differ from the learner's. Your tools are described to the model, but
+never run. The exit status is 1 if a check fails.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from agent_vllm.inspect.doctor.subject import SubjectState, Tools
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE_CHECKS
 from agent_vllm.types import Messages
 
+DESCRIPTION = __doc__ or ""
 DEFAULT_PROMPTS = ("What is the weather in Oslo?", "What is 17 times 23?")
 _COLOURS = {"pass": "green", "note": "cyan", "fail": "bold red", "skipped": "yellow"}
 _ENGINES = {"torch": ["torch"], "vllm": ["vllm"], "both": None}
@@ -64,24 +66,28 @@ def examine(
     tolerance: float | None = None,
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> Report:
-    """Check a model for multi-turn rollouts. What is wrong with it is a finding, not an error.
+    """Check a model for multi-turn rollouts. A fault of the model is a finding, not an error.
 
     Args:
         model: a causal language model (only read), or a path or id to load one from.
-        tokenizer: its tokenizer; loaded from the path when left out.
-        tools: functions or `Tool` objects, or a Python file that has them. They are not run.
-        prompts: at least one: a user's text or a conversation.
-        engines: names, or engines that were built from this model and are left open with its
-            weights. By default torch, and vLLM where it is installed; empty for the template's
-            checks alone, which need no weights.
+        tokenizer: the model's tokenizer; by default loaded from the same path.
+        tools: functions or `Tool` objects, or the path of a Python file that defines them. They are
+            never run.
+        prompts: user texts or conversations, at least one.
+        engines: names, or engines that were built from this model; those stay open and keep its
+            weights. By default torch, and vLLM if it is installed. An empty list runs the template
+            checks only, which need no weights.
         parser: as in `ChatFormat.from_tokenizer`.
-        dtype: of a model that is loaded here.
-        tolerance: nats between the engine's and the learner's logprobs at the worst token; by
-            default 1e-4 in float32 and 1 in other types.
-        on_finding: called with each finding as it comes.
+        dtype: dtype in which the model is loaded, if it is loaded here.
+        tolerance: largest allowed difference between the engine's and the learner's logprobs, in
+            nats per token. By default 1e-4 in float32 and 1 in other dtypes.
+        on_finding: called with each finding when it is known.
+
+    Returns:
+        The findings, one per check.
 
     Raises:
-        ValueError: no prompt is given.
+        ValueError: no prompt was given.
 
     Example:
 
@@ -101,15 +107,20 @@ def examine(
     )
     report = Report(on_finding=on_finding)
     report.run(TEMPLATE_CHECKS, subject)
-    if engines is None or engines:
-        learner = LearnerState(subject=subject, dtype=dtype, given_tolerance=tolerance)
-        report.run(MODEL_CHECKS, learner)
-        for engine in _installed(report) if engines is None else engines:
-            with ExitStack() as stack:
-                state = EngineState(learner=learner, given=engine, stack=stack)
-                name = engine if isinstance(engine, str) else type(engine).__name__
-                report.run(ENGINE_CHECKS, state, suffix=f" ({name})")
+    if engines is not None and not engines:
+        return report
+    learner = LearnerState(subject=subject, dtype=dtype, given_tolerance=tolerance)
+    report.run(MODEL_CHECKS, learner)
+    for engine in _installed(report) if engines is None else engines:
+        _run_engine_checks(report, learner, engine)
     return report
+
+
+def _run_engine_checks(report: Report, learner: LearnerState, engine: str | RolloutEngine) -> None:
+    name = engine if isinstance(engine, str) else type(engine).__name__
+    with ExitStack() as stack:
+        state = EngineState(learner=learner, given=engine, stack=stack)
+        report.run(ENGINE_CHECKS, state, suffix=f" ({name})")
 
 
 def _installed(report: Report) -> list[str]:
@@ -121,28 +132,32 @@ def _installed(report: Report) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="path or id of a causal language model")
-    parser.add_argument("--tools", help="Python file; every public function in it is a tool")
-    parser.add_argument(
-        "--prompt", action="append", help="what a user says; may be given several times"
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add("model", help="path or Hugging Face id of a causal language model")
+    add("--tools", metavar="FILE", help="Python file; each public function in it is a tool")
+    add("--prompt", action="append", help="a user message to sample from; can be repeated")
+    add("--engine", choices=list(_ENGINES), default="both", help="engines to check (default: both)")
+    add("--no-engines", action="store_true", help="run the template checks only; loads no weights")
+    add("--parser", metavar="NAME", help="parser of tool calls: hermes, a family, or one of vLLM's")
+    add(
+        "--dtype",
+        choices=list(_DTYPES),
+        default="float32",
+        help="dtype of the weights (default: float32)",
     )
-    parser.add_argument("--engine", choices=list(_ENGINES), default="both")
-    parser.add_argument(
-        "--no-engines", action="store_true", help="template checks alone; no weights are read"
-    )
-    parser.add_argument("--parser", help="what reads calls: hermes, a family, or one of vLLM's")
-    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="of the weights")
-    parser.add_argument(
+    add(
         "--tolerance",
         type=float,
-        help="nats between engine and learner at the worst token "
+        metavar="NATS",
+        help="largest allowed logprob difference between engine and learner, per token "
         f"(default: {TOLERANCE[torch.float32]:g} in float32, {TOLERANCE_HALF:g} in bfloat16)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 1 if one of them is a failure."""
+    """Print the findings; return 1 if a check failed."""
     transformers_logging.disable_progress_bar()
     progress = Console(file=sys.stderr)
     with progress.status("checking ...") as status:
@@ -164,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_table(report: Report, title: str) -> Table:
+    """Lay the findings out as a table, one row per check."""
     table = Table("check", "", title=Text(title), box=box.SIMPLE_HEAD)
     table.add_column("what was seen", overflow="fold")
     for finding in report.findings:

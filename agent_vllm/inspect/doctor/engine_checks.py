@@ -1,8 +1,9 @@
-"""Checks of a model and of the engines that sample with its weights.
+"""Check a model and the engines that sample with its weights.
 
-What is sampled goes through `rollout_batch` and `collate` as in training, in several turns: any
-turn that ends is taken for a call, and a stand-in answers. Invariant: the learner's weights are
-only read; changes are made to a copy, and an engine ends with the weights that it began with.
+Samples go through `rollout_batch` and `collate` as in training. So that there are several turns,
+every turn that ends counts as a call, and a stand-in returns its result. Invariant: the learner's
+weights are only read. Changes are made to a copy, and an engine ends with the weights it began
+with.
 
 Legend: B rows, T tokens.
 """
@@ -44,7 +45,7 @@ _SURE = 1e-3  # chance of equal samples below which they are no accident
 
 @dataclass(kw_only=True)
 class LearnerState:
-    """The model; `tolerance` None stands for the usual one of the model's type."""
+    """The model under examination, and the tolerance for its logprobs."""
 
     subject: SubjectState
     dtype: torch.dtype
@@ -59,7 +60,7 @@ class LearnerState:
 
 @dataclass(kw_only=True)
 class EngineState:
-    """One engine, made from its name or given; what is made is closed with `stack`."""
+    """One engine, built from its name or given; an engine built here is closed with `stack`."""
 
     learner: LearnerState
     given: str | RolloutEngine
@@ -76,7 +77,7 @@ class EngineState:
         return create_rollout_engine(name, model, self.learner.subject.tokenizer, **options)
 
     def sample(self, engine: RolloutEngine | None = None) -> list[Trajectory]:
-        """G trajectories of each prompt in several turns, always by the same seed."""
+        """Sample G trajectories of each prompt in several turns, always with the same seed."""
         subject = self.learner.subject
 
         def always_a_call(turn: SampledTurn) -> ParsedTurn:
@@ -106,7 +107,7 @@ class EngineState:
 
 
 def learner_logprobs(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
-    """Logprobs of a plain forward, one row at a time to spare memory: `[B, T - 1]` float32."""
+    """Return logprobs of a plain forward pass, row by row to save memory: `[B, T-1]` float32."""
     rows = []
     with evaluating(model):
         for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True):
@@ -120,6 +121,7 @@ def learner_logprobs(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tens
 
 
 def find_model(state: LearnerState) -> Finding:
+    """Load the model and describe it."""
     source = state.subject.source
     checkpoint = ""
     if isinstance(source, str | Path):
@@ -149,7 +151,7 @@ def _weight(module: Any) -> torch.nn.Parameter:
 
 
 def find_vocabulary(state: LearnerState) -> Finding:
-    """Every id of the tokenizer has an embedding."""
+    """Check that every id of the tokenizer has an embedding."""
     size = vocabulary_size(state.model)
     vocabulary = state.subject.tokenizer.get_vocab()
     token, highest = max(vocabulary.items(), key=lambda item: item[1])
@@ -172,6 +174,7 @@ def find_vocabulary(state: LearnerState) -> Finding:
 
 
 def find_engine(state: EngineState) -> Finding:
+    """Build the engine, sync it and sample from it."""
     if isinstance(state.given, str):
         state.engine = state.stack.enter_context(state.build(state.given, state.model))
     else:
@@ -194,7 +197,7 @@ def find_engine(state: EngineState) -> Finding:
 
 
 def find_mask_and_shift(state: EngineState) -> Finding:
-    """Column i of mask and logprobs belongs to the prediction of token i + 1, and only there."""
+    """Check that column i of mask and logprobs belongs to the prediction of token i + 1."""
     batch = state.collate(state.trajectories)
     mask, old = batch.completion_mask, batch.old_per_token_logps
     for row, trajectory in enumerate(state.trajectories):
@@ -227,7 +230,7 @@ def find_mask_and_shift(state: EngineState) -> Finding:
 
 
 def _columns(trajectory: Trajectory, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask and logprobs written out from the segments, without `collate`: `[T - 1]` each."""
+    """Compute mask and logprobs from the segments, without `collate`: `[T - 1]` each."""
     mask, old = torch.zeros(num_columns, dtype=torch.long), torch.zeros(num_columns)
     position = len(trajectory.prompt_ids)
     for segment in trajectory.segments:
@@ -243,7 +246,7 @@ def _around(state: EngineState, trajectory: Trajectory, spot: int) -> str:
 
 
 def find_logprobs(state: EngineState) -> Finding:
-    """The engine's logprobs are the learner's, in turns that follow a tool result too."""
+    """Check that the engine's logprobs are the learner's, also in turns after a tool result."""
     gap, tolerance = state.gap(state.model, state.trajectories), state.learner.tolerance
     num_several = sum(t.num_turns > 1 for t in state.trajectories)
     evidence = (
@@ -262,7 +265,7 @@ def find_logprobs(state: EngineState) -> Finding:
 
 
 def find_samples(state: EngineState) -> Finding:
-    """The samples of a group are different, unless the model is sure of itself."""
+    """Check that the samples of a group differ, unless the model is certain of its output."""
     trajectories = state.trajectories
     groups = [
         trajectories[start : start + NUM_GENERATIONS]
@@ -290,7 +293,7 @@ def find_samples(state: EngineState) -> Finding:
 
 
 def find_seed(state: EngineState) -> Finding:
-    """The same seed gives the same samples."""
+    """Check that the same seed gives the same samples."""
     first = [[*t.prompt_ids, *t.completion_ids] for t in state.trajectories]
     again = [[*t.prompt_ids, *t.completion_ids] for t in state.sample()]
     if first == again:
@@ -307,7 +310,7 @@ def find_seed(state: EngineState) -> Finding:
 
 
 def find_weights(state: EngineState) -> Finding:
-    """After a sync the logprobs are those of the changed learner; before it they are not."""
+    """Check that a sync changes the engine's logprobs to those of the changed learner."""
     learner = copy.deepcopy(state.model)
     head = _weight(learner.get_output_embeddings())
     others = [parameter for parameter in learner.parameters() if parameter is not head]
@@ -343,7 +346,7 @@ def _nudge(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def find_half_precision(state: EngineState) -> Finding:
-    """How far apart engine and learner are in bfloat16: a figure to expect, not a test."""
+    """Measure how far apart engine and learner are in bfloat16; a figure, not a test."""
     if not isinstance(state.given, str) or state.model.dtype != torch.float32:
         return Finding(status="skipped", evidence="Measured for a float32 model and named engines.")
     state.engine.close()

@@ -1,7 +1,7 @@
-"""What checks find, and the running of a list of checks.
+"""Run a list of checks and collect their findings in a report.
 
-Invariant: every check of a list gives one finding, in order; a check whose needs did not hold is
-skipped and says so, and what a check raises is its finding.
+Invariant: every check gives one finding, in order. A check that needs one that failed is skipped
+and says so; an exception that a check raises is its finding.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +20,30 @@ _NUM_SHOWN = 4  # tokens to each side of a spot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one check saw.
+    """The result of one check.
 
     Attributes:
         status: "pass"; "note" (fine, but worth knowing); "fail"; "skipped" (could not run).
-        evidence: what was seen, figures and ids with their text.
-        remedy: what to do about it; empty where nothing is to be done.
+        evidence: what was observed: figures, and token ids with their text.
+        remedy: what to do about it; empty if there is nothing to do.
+        name: of the check; filled in by the report.
     """
 
     status: Status
     evidence: str
     remedy: str = ""
-    name: str = ""  # of the check; the list of checks fills it in
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check(Generic[State]):
-    """One question, asked of a state that earlier checks may have filled.
+    """One check of a state, which earlier checks may have filled in.
 
     Attributes:
-        find: answers it; whatever it raises is a failure.
+        name: shown in the report.
+        find: does the check; an exception from it is a failure.
         needs: names of earlier checks that must not have failed or been skipped.
-        remedy: what to do where `find` raises an error that doesn't say so itself.
+        remedy: what to do if `find` raises an error that does not say so itself.
     """
 
     name: str
@@ -52,10 +54,11 @@ class Check(Generic[State]):
 
 @dataclass(kw_only=True)
 class Report:
-    """Findings in order.
+    """The findings of all checks, in order.
 
     Attributes:
-        on_finding: told of each as it is added.
+        findings: one per check.
+        on_finding: called with each finding that is added.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -63,23 +66,24 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed; notes and skipped checks are no failures."""
+        """Whether no check failed; notes and skipped checks are not failures."""
         return not any(finding.status == "fail" for finding in self.findings)
 
     def status_of(self, name: str) -> Status | None:
-        """The status of the check of that name; None where it was not asked."""
+        """Return the status of the check of this name, or None if it has not run."""
         return next((f.status for f in self.findings if f.name == name), None)
 
     def add(self, finding: Finding) -> None:
+        """Append a finding and pass it to `on_finding`."""
         self.findings.append(finding)
         self.on_finding(finding)
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the report as a JSON object."""
         return {"passed": self.passed, "findings": [asdict(finding) for finding in self.findings]}
 
     def run(self, checks: Sequence[Check[State]], state: State, suffix: str = "") -> None:
-        """Ask every check; `suffix` is added to the names of this list's checks."""
+        """Run every check; `suffix` is added to the names of this list's checks."""
         own = {check.name for check in checks}
         for check in checks:
             needs = [name + suffix if name in own else name for name in check.needs]
@@ -106,7 +110,7 @@ def _find(check: Check[State], state: State) -> Finding:
 
 
 def show_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spot: int) -> str:
-    """The ids around index `spot` with their text, the one at the spot in brackets."""
+    """Return the ids around index `spot` with their text, the one at the spot in brackets."""
     first, last = max(spot - _NUM_SHOWN, 0), spot + _NUM_SHOWN + 1
     shown = [f"{id_} {tokenizer.decode([id_])!r}" for id_ in ids[first:last]]
     if spot - first < len(shown):

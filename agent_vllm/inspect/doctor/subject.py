@@ -1,6 +1,6 @@
-"""What the doctor examines: a model, its tokenizer, tools and prompts, and turns made of them.
+"""Hold what the doctor examines: a model, its tokenizer, tools, prompts and turns made from them.
 
-Invariant: the tools are never run; stand-ins answer for them.
+Invariant: the tools are never run; stand-ins return a fixed result.
 """
 
 import functools
@@ -27,7 +27,7 @@ _EXAMPLES = {"string": "Oslo", "integer": 3, "number": 2.5, "boolean": True, "ar
 
 @dataclass(kw_only=True)
 class SubjectState:
-    """What is examined; the checks fill in what is not given by `init`."""
+    """The model, tokenizer, tools and prompts under examination; checks fill in the rest."""
 
     source: PreTrainedModel | str | Path
     given_tokenizer: PreTrainedTokenizerBase | None
@@ -44,17 +44,17 @@ class SubjectState:
 
     @functools.cached_property
     def story(self) -> Trajectory:
-        """The template's own call, its result, the template's own answer."""
+        """A trajectory of a call, its result and an answer, as the template writes them."""
         return self.play([self.written([self.call]), self.written([])])[0]
 
     def play(self, turns: list[list[int]]) -> tuple[Trajectory, list[list[int]]]:
-        """A rollout of these turns, and the prompts that the engine was given."""
+        """Return a rollout of these turns, and the prompts that the engine got."""
         engine = ScriptedRolloutEngine(self.tokenizer, turns, max_model_len=1 << 20)
         trajectory = rollout_single(engine, self.chat, self.prompts[0], self.tools)
         return trajectory, [request.prompt_ids for request in engine.requests]
 
     def written(self, calls: Sequence[ToolCall]) -> list[int]:
-        """Ids of an assistant turn as the template writes it, end token included."""
+        """Return the ids of an assistant turn as the template writes it, end token included."""
         turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else "It is noon."}
         if calls:
             turn["tool_calls"] = [call.as_message() for call in calls]
@@ -78,11 +78,11 @@ class SubjectState:
 
 
 def load_tools(source: Tools | str | Path) -> list[Tool]:
-    """Tools given as objects, or every public function and `Tool` of a Python file, in order.
+    """Load tools given as objects, or every public function and `Tool` of a Python file, in order.
 
     Raises:
         ToolDefinitionError: one of them can't be described to the model.
-        ValueError: there is none.
+        ValueError: there is no tool.
         Exception: whatever the file raises when it is imported.
     """
     if isinstance(source, str | Path):
@@ -114,7 +114,7 @@ def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
 
 
 def example_call(tool: Tool) -> ToolCall:
-    """A call of the tool with a made-up value for each of its parameters."""
+    """Return a call of the tool with an example value for each of its parameters."""
     properties = (tool.schema["function"].get("parameters") or {}).get("properties", {})
     arguments = {name: _example_value(schema) for name, schema in properties.items()}
     return ToolCall(name=tool.name, arguments=arguments)

@@ -1,7 +1,7 @@
-"""Checks of a tokenizer, its chat template and what reads turns; no weights are needed.
+"""Check a tokenizer, its chat template and the parser of its turns; needs no weights.
 
-Turns are those that the template itself writes, sampled by a scripted engine: what a model that
-had learned its format perfectly would do. Tools are never run; stand-ins answer for them.
+A scripted engine samples the turns that the template itself writes, as a model would that has
+learned its format perfectly. Tools are never run; stand-ins return a fixed result.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ _THOUGHT = "Rain is likely there."
 
 
 def find_tokenizer(state: SubjectState) -> Finding:
+    """Load the tokenizer."""
     if state.given_tokenizer is not None:
         state.tokenizer = state.given_tokenizer
     elif isinstance(state.source, str | Path):
@@ -40,6 +41,7 @@ def find_tokenizer(state: SubjectState) -> Finding:
 
 
 def find_tools(state: SubjectState) -> Finding:
+    """Load the tools and replace their functions by stand-ins."""
     tools = load_tools(state.tool_source)
     state.tools = [
         replace(tool, function=lambda **_: STAND_IN_RESULT, ends_episode=False) for tool in tools
@@ -49,7 +51,7 @@ def find_tools(state: SubjectState) -> Finding:
 
 
 def find_template(state: SubjectState) -> Finding:
-    """The template can be extended turn by turn, and its calls are read."""
+    """Check that the template can be extended turn by turn and its calls are read."""
     try:
         state.chat = ChatFormat.from_tokenizer(
             state.tokenizer,
@@ -78,7 +80,7 @@ def find_template(state: SubjectState) -> Finding:
 
 
 def _where_it_parts(state: SubjectState) -> str:
-    """Where the model's own template rewrites a turn once its result follows; else empty."""
+    """Return where the model's own template rewrites a turn once its result follows, or nothing."""
     call = {**state.call.as_message(), "id": "call00000"}
     result = {"role": "tool", "name": state.call.name, "content": STAND_IN_RESULT}
     turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
@@ -111,6 +113,7 @@ def _configured_ends(
 
 
 def find_tools_in_prompt(state: SubjectState) -> Finding:
+    """Check that the prompt names every tool."""
     ids = [state.chat.prompt_ids(prompt, state.tools) for prompt in state.prompts]
     texts = [state.decode(prompt) for prompt in ids]
     missing = [tool.name for tool in state.tools if any(tool.name not in text for text in texts)]
@@ -129,7 +132,7 @@ def find_tools_in_prompt(state: SubjectState) -> Finding:
 
 
 def find_calls(state: SubjectState) -> Finding:
-    """The template's own call of every tool is read back, and two in one turn."""
+    """Check that calls are read as the template writes them: one of each tool, two in a turn."""
     several = [example_call(tool) for tool in (*state.tools, state.tools[0])][:2]
     groups = [[example_call(tool)] for tool in state.tools]
     if not state.chat.template.one_call_a_turn:
@@ -146,7 +149,9 @@ def find_calls(state: SubjectState) -> Finding:
                 remedy="Give a parser that reads this family (`--parser`, or `parser` of "
                 "`ChatFormat.from_tokenizer`).",
             )
-    habit = "one call a turn" if state.chat.template.one_call_a_turn else "two in one turn as well"
+    habit = (
+        "one call per turn" if state.chat.template.one_call_a_turn else "two in one turn as well"
+    )
     text = state.decode(state.written([state.call]))
     return Finding(status="pass", evidence=f"{text!r} is read as it was meant; {habit}.")
 
@@ -157,14 +162,14 @@ def _as_text(calls: Sequence[ToolCall]) -> str:
 
 
 def find_malformed_call(state: SubjectState) -> Finding:
-    """A call that breaks off gives an error result that the model sees."""
+    """Check that a call that breaks off gives an error result that the model sees."""
     turn = state.written([state.call])
     text = state.chat.decode_turn(turn)
     broken = [*state.encode(text[: len(text) // 2]), turn[-1]]
     trajectory, _ = state.play([broken, state.written([])])
     results = trajectory.tool_results
     shown = f"{state.decode(broken)!r}"
-    if not results and not state.chat.call_mark:
+    if not results and not state.chat.marks.call_mark:
         return Finding(
             status="note",
             evidence=f"{shown} is read as an answer: in this template no control token tells that "
@@ -182,7 +187,7 @@ def find_malformed_call(state: SubjectState) -> Finding:
 
 
 def find_end_token(state: SubjectState) -> Finding:
-    """A sampled end token is trained once, and the suffix doesn't write it again."""
+    """Check that a sampled end token is trained once and the suffix doesn't repeat it."""
     story, chat = state.story, state.chat
     ids, mask = story.completion_ids, story.completion_mask
     if [segment.is_sampled for segment in story.segments] != [True, False, True]:
@@ -219,7 +224,7 @@ def find_end_token(state: SubjectState) -> Finding:
 
 
 def _run_of(ids: Sequence[int], spot: int) -> list[int]:
-    """Indices of the neighbours that hold the same id as the spot, itself included."""
+    """Return the indices around the spot that hold the same id, the spot included."""
     first = last = spot
     while first > 0 and ids[first - 1] == ids[spot]:
         first -= 1
@@ -229,7 +234,7 @@ def _run_of(ids: Sequence[int], spot: int) -> list[int]:
 
 
 def find_padding(state: SubjectState) -> Finding:
-    """Padding is told by lengths: no real token is masked, whatever the pad id is."""
+    """Check that no real token is masked as padding, whatever the pad id is."""
     pad_id = pad_token_id(state.tokenizer)
     long, short = state.story, replace(state.story, turns=state.story.turns[:1])
     batch = collate([long, short], pad_id)
@@ -261,7 +266,7 @@ def find_padding(state: SubjectState) -> Finding:
 
 
 def find_thinking(state: SubjectState) -> Finding:
-    """What was thought stays in the ids, and calls drafted in a thinking block don't run."""
+    """Check that thinking stays in the ids and calls drafted in a thinking block don't run."""
     if "</think>" not in state.chat.chat_template:
         return Finding(status="pass", evidence="The template has no `<think>` block.")
     prompt = state.chat.prompt_ids(state.prompts[0], state.tools)
@@ -299,7 +304,7 @@ def find_thinking(state: SubjectState) -> Finding:
 
 
 def _strips_thinking(state: SubjectState) -> bool:
-    """Whether the template writes a turn's thinking while it is the last, and not later."""
+    """Return whether the template drops a turn's thinking once another turn follows."""
     turns = [
         {"role": "assistant", "content": "It is noon.", "reasoning_content": _THOUGHT},
         {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nIt is noon."},
@@ -313,7 +318,7 @@ def _rendered(state: SubjectState, messages: Messages) -> str:
 
 
 def find_control_text(state: SubjectState) -> Finding:
-    """Control tokens' text inside a result is written as text."""
+    """Check that control tokens spelled in a result are encoded as text."""
     added = cast(Any, state.tokenizer).get_added_vocab()
     hostile = " ".join(["x", *added, "x"])
     plain, spelled = (

@@ -26,6 +26,7 @@ from agent_vllm.inspect.simulate.step import LAYOUTS, Setup, predict
 from agent_vllm.inspect.simulate.sync import sync_seconds, sync_table
 from agent_vllm.inspect.simulate.workload import Plan, Workload, distribution, with_tools
 
+DESCRIPTION = __doc__ or ""
 _TRUSTED = 0.15  # of the recorded time
 _OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"help": f"one of {', '.join(LAYOUTS)}; default: shared"},

@@ -1,0 +1,261 @@
+"""Run sync functions on threads and coroutines on event loops of their own, with a timeout.
+
+Invariant: the wait for a call ends in time, and whatever the call raises is a `ToolFailure` (or a
+`ToolInterrupted`). A thread that still runs a call nobody waits for is interrupted and never used
+again; at most `MAX_HANGING_CALLS` such threads may be outstanding.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import os
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+from agent_vllm.tools.results import ToolFailure, failure
+
+T = TypeVar("T")
+
+MAX_HANGING_CALLS = 64
+_IDLE_S = 2.0  # an idle thread ends after this time without a call
+_PING_S = 0.5  # time for a loop to answer
+_CANCEL_S = 2.0  # time for cancelled tasks to end
+
+_idle: list["Worker"] = []  # changed by single operations that no other thread can come between
+_hanging: set[threading.Thread] = set()
+
+
+class Interrupted(BaseException):
+    """Raised inside a thread whose call nobody waits for any more."""
+
+
+async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | None) -> T:
+    """Return what `work` returns, run on a thread that does nothing else meanwhile.
+
+    Raises:
+        TimeoutError: `work` took longer; its thread was interrupted.
+        ToolFailure: `work` raised, or too many earlier calls still hang.
+        ToolInterrupted: `work` raised KeyboardInterrupt.
+    """
+    _refuse_to_pile_up()
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = Worker("tool", idle_s=_IDLE_S)
+    worker.thread.name = f"tool {name}"
+    context = contextvars.copy_context()
+    try:
+        return await asyncio.wait_for(worker.call(lambda: context.run(work)), timeout_s)
+    finally:
+        if not worker.is_given_up:
+            _idle.append(worker)
+
+
+class Worker:
+    """A thread that runs one sync call after another.
+
+    Once the caller stops waiting for the running call, the worker is given up: its thread is
+    interrupted, queued calls are refused, and another worker must take over.
+
+    Args:
+        name: of the thread.
+        idle_s: seconds without a call after which the thread ends if it is among the idle ones;
+            None: it waits for `stop`.
+
+    Raises:
+        ToolFailure: too many earlier calls still hang.
+    """
+
+    def __init__(self, name: str, idle_s: float | None = None) -> None:
+        _refuse_to_pile_up()
+        self.is_given_up = False
+        self._idle_s = idle_s
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, daemon=True, name=name)
+        self.thread.start()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns.
+
+        Raises:
+            ToolFailure: `work` raised.
+            ToolInterrupted: `work` raised KeyboardInterrupt.
+        """
+        outcome: Future[T] = Future()
+        self._jobs.put((work, outcome))
+        try:
+            return await asyncio.wrap_future(outcome)
+        except asyncio.CancelledError:
+            if not outcome.cancel():  # it is running
+                self._give_up()
+            raise
+
+    def stop(self) -> None:
+        """End the thread after its queued calls; returns at once."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        process = os.getpid()
+        with contextlib.suppress(Interrupted):  # it came late
+            while not self.is_given_up and (job := self._next()) is not None:
+                if job[1].set_running_or_notify_cancel():
+                    _run(*job)
+                if os.getpid() != process:
+                    os._exit(0)  # a copy of the process, forked by the call, that went on
+                del job  # an idle thread keeps nothing alive
+
+    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=self._idle_s)
+            except queue.Empty:
+                with contextlib.suppress(ValueError):  # a caller has just taken it
+                    _idle.remove(self)
+                    return None
+
+    def _give_up(self) -> None:
+        self.is_given_up = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job[1].set_running_or_notify_cancel():
+                    job[1].set_exception(ToolFailure("Not run: the call before it hangs."))
+        self.stop()
+        _hanging.add(self.thread)
+        _interrupt(self.thread)
+
+
+class LoopThread:
+    """An event loop on its own thread, so that a coroutine that never yields stalls no rollout.
+
+    Attributes:
+        is_stuck: a coroutine holds the loop and can't be interrupted. Use another one.
+    """
+
+    def __init__(self) -> None:
+        self.is_stuck = False
+        self._is_being_freed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="async tools")
+        self._thread.start()
+
+    async def call(self, work: Callable[[], Awaitable[T]], timeout_s: float | None) -> T:
+        """Return what the awaitable that `work` gives returns.
+
+        Raises:
+            TimeoutError: it took longer; its task was cancelled.
+            ToolFailure: it raised, or cancelled itself.
+            ToolInterrupted: it raised KeyboardInterrupt.
+        """
+        future = asyncio.run_coroutine_threadsafe(_run_async(work), self._loop)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            await self._free()
+            raise
+
+    def stop(self) -> None:
+        """Cancel the remaining tasks and end the thread; returns at once."""
+        asyncio.run_coroutine_threadsafe(self._stop(cancel=True), self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while True:
+            # What gets here is an interrupt that came late, or a background task's SystemExit.
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
+                break
+        self._loop.close()
+
+    async def _stop(self, *, cancel: bool) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if cancel:
+            for task in tasks:
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S if cancel else None)
+        await self._loop.shutdown_asyncgens()
+        self._loop.stop()
+
+    async def _free(self) -> None:
+        """Interrupt a task that holds the loop; give the loop up if that does not help.
+
+        Of calls that time out together one does this, and the others wait for it.
+        """
+        while self._is_being_freed:
+            await asyncio.sleep(0.01)
+        if self.is_stuck:
+            return
+        self._is_being_freed = True
+        try:
+            if await self._answers():
+                return
+            _interrupt(self._thread)
+            if await self._answers():
+                return
+            self.is_stuck = True  # the tasks that wait on it may still end in their time
+            asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self._loop)
+        finally:
+            self._is_being_freed = False
+
+    async def _answers(self) -> bool:
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        give_up = time.monotonic() + _PING_S
+        while not answered.is_set() and time.monotonic() < give_up:
+            await asyncio.sleep(0.01)
+        return answered.is_set()
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `Interrupted` in a thread at its next step of Python code."""
+    if thread.is_alive():
+        ident = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Interrupted))
+
+
+def _refuse_to_pile_up() -> None:
+    for thread in list(_hanging):
+        if not thread.is_alive():
+            _hanging.discard(thread)
+    if len(_hanging) >= MAX_HANGING_CALLS:
+        raise ToolFailure(f"Not run: {len(_hanging)} earlier calls that timed out still hang.")
+
+
+def _run(work: Callable[[], T], outcome: Future[T]) -> None:
+    with contextlib.suppress(InvalidStateError, Interrupted):  # the caller gave up waiting
+        try:
+            value = work()
+        except Interrupted:
+            raise
+        except BaseException as error:  # SystemExit and its like are a tool's trouble too
+            outcome.set_exception(failure(error))
+        else:
+            outcome.set_result(value)
+
+
+async def _run_async(work: Callable[[], Awaitable[T]]) -> T:
+    """Tell a task that cancelled itself, which is its own failure, from one that is cancelled."""
+    task = asyncio.ensure_future(_guarded(work))
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            raise ToolFailure("CancelledError") from error
+        task.cancel()
+        raise
+
+
+async def _guarded(work: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await work()
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit would end the loop of all async tools
+        raise failure(error) from error
