@@ -19,6 +19,7 @@ from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from agent_vllm.errors import EngineDeadError
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
+from trl_integration.processes import gather
 
 _MAX_REBUILDS_IN_A_ROW = 3  # without a rollout in between after which all engines lived
 
@@ -74,7 +75,7 @@ class EngineLife:
             EngineDeadError: the engine is dead.
         """
         if self._is_asleep:
-            self.engine.policy_version += 1
+            self.engine.advance_policy_version()
             return {}
         return self._load()
 
@@ -94,7 +95,7 @@ class EngineLife:
         if not self._is_dead_anywhere():
             with contextlib.suppress(EngineDeadError):  # it died just now
                 return self.sync()
-        self.engine.policy_version += 1  # of the weights that its successor will hold
+        self.engine.advance_policy_version()  # its successor will hold the weights
         return {}
 
     def ensure_current(self) -> dict[str, float]:
@@ -142,7 +143,7 @@ class EngineLife:
             num_steps: that the learner has made. Versions of a resumed run go on from there.
         """
         self._is_current = False
-        self.engine.policy_version = max(self.engine.policy_version, num_steps)
+        self.engine.advance_policy_version(to_at_least=num_steps)
 
     def close(self) -> None:
         """Close the engine if it was built here."""
@@ -161,7 +162,7 @@ class EngineLife:
     def _on_all(self, *flags: bool) -> list[list[bool]]:
         """Of each flag, what it is on each process."""
         mine = torch.tensor([flags], device=self._accelerator.device)
-        return self._accelerator.gather(mine).T.tolist()
+        return gather(self._accelerator, mine).T.tolist()
 
     def _replace(self) -> None:
         """A new engine on all processes: a sharded learner's weights are gathered by all together."""
@@ -191,7 +192,7 @@ class EngineLife:
             self.engine.update_policy(self._learner())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        self.engine.policy_version = version
+        self.engine.advance_policy_version(to_at_least=version)
         self._verdict = None
         self._is_current, self._is_asleep = True, False
         return None

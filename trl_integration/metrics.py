@@ -15,6 +15,7 @@ from agent_vllm.engines.base import EngineStats
 from agent_vllm.logprobs import logprob_gap
 from agent_vllm.spans import overlap_s
 from agent_vllm.types import StopReason, Trajectory
+from trl_integration.processes import gather
 
 _COLUMNS = (
     "prompt",
@@ -69,7 +70,7 @@ def rollout_metrics(
     )
     ranks: list[_Figures] = gather_object([figures])
     rows = torch.tensor([row for rank in ranks for row in rank.rows], dtype=torch.float64)
-    column = dict(zip(_COLUMNS, rows.T, strict=True))
+    column: dict[str, torch.Tensor] = dict(zip(_COLUMNS, rows.T, strict=True))
     metrics = {
         **_completion_metrics(column),
         **_rollout_metrics(column, ranks),
@@ -187,7 +188,7 @@ def _engine_metrics(stats: list[EngineStats]) -> dict[str, float]:
 def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[str, float]:
     """The token ledger of all processes together."""
     local = torch.tensor([list(ledger.values())], device=accelerator.device)
-    counts = accelerator.gather(local).sum(dim=0).tolist()
+    counts = gather(accelerator, local).sum(dim=0).tolist()
     return {
         f"rollout/{name}_tokens": float(count) for name, count in zip(ledger, counts, strict=True)
     }
@@ -209,7 +210,7 @@ def correction_metrics(
     difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
     ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
     local = [difference.sum(), difference.numel(), ratios.sum(), ratios.numel()]
-    ranks = accelerator.gather(torch.tensor([local], device=accelerator.device))
+    ranks = gather(accelerator, torch.tensor([local], device=accelerator.device))
     difference_sum, num_tokens, ratio_sum, num_ratios = ranks.sum(dim=0).tolist()
     return {
         "sampling/sampling_logp_difference/mean": difference_sum / max(num_tokens, 1),
@@ -243,7 +244,7 @@ class GapMeter:
         local = torch.tensor(
             [[gap.mean * count, gap.kl * count, count, gap.max]], device=accelerator.device
         )
-        ranks = accelerator.gather(local)
+        ranks = gather(accelerator, local)
         total = ranks[:, 2].sum().clamp(min=1)
         return {
             "sampling/logprob_gap/mean": (ranks[:, 0].sum() / total).item(),

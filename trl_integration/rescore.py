@@ -27,6 +27,7 @@ from agent_vllm.inspect.schema import RolloutRecord
 from agent_vllm.types import Trajectory
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.trainer import AgentGRPOTrainer
+from trl_integration.training_rollout import TrainingRollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +93,19 @@ class RescoringTrainer(AgentGRPOTrainer):
         with torch.no_grad():
             loss = self._compute_loss(self.model, inputs).item()
         rewards = [
-            dict(zip(self.reward_func_names, row, strict=True)) for row in self._rewards.tolist()
+            dict(zip(self.reward_func_names, row, strict=True))
+            for row in self.rollout.rewards.tolist()
         ]
         return Rescored(inputs=inputs, rewards=rewards, loss=loss)
 
-    def _rollout(self, prompts: list[Any]) -> list[Trajectory]:
+    def _sample(self, rollout: TrainingRollout, prompts: list[Any]) -> list[Trajectory]:
+        """Read the trajectories instead of sampling them."""
         trajectories = [to_trajectory(record) for record in self._records]
-        self._rollout_s = max((s.end_s for t in trajectories for s in t.spans), default=0.0)
-        self._engine_stats, self._num_retries = None, 0
+        rollout.seconds = max((s.end_s for t in trajectories for s in t.spans), default=0.0)
         return trajectories
 
     def _give_up_rollout(self) -> None:
-        """What was lost is scored as it was."""
+        """Score a lost rollout as it is."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any

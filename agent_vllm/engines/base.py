@@ -223,6 +223,16 @@ class RolloutEngine(ABC):
         self.policy_version += 1
         return self.policy_version
 
+    def advance_policy_version(self, to_at_least: int | None = None) -> int:
+        """Count an update whose weights the engine does not hold yet; return the new version.
+
+        Args:
+            to_at_least: raise the version to this one instead, if it is lower.
+        """
+        floor = self.policy_version + 1 if to_at_least is None else to_at_least
+        self.policy_version = max(self.policy_version, floor)
+        return self.policy_version
+
     def rollout(
         self,
         prompt_ids: torch.Tensor,

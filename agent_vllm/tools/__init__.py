@@ -1,8 +1,8 @@
 """Tools: what the model may call, and the running of its calls.
 
-`tool` describes them; `selection` picks those of a dataset row; `runner` runs calls (`threads` the sync functions, `loops` the async ones,
-`isolation` those that get a process each); `mcp` brings a server's; `results` writes what comes
-back as text. Knows nothing of chats, tokens or engines.
+`tool` describes them; `selection` picks those of a dataset row; `runner` runs calls (`threads` the
+sync functions, `loops` the async ones, `isolation` those that get a process each); `mcp` brings a
+server's; `results` writes what comes back as text. Knows nothing of chats, tokens or engines.
 """
 
 from agent_vllm.tools.isolation import isolated

@@ -1,0 +1,11 @@
+"""How the processes of a run meet."""
+
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+
+
+def gather(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor of every process; dim 0 has one process after the other."""
+    return cast(torch.Tensor, accelerator.gather(tensor))
