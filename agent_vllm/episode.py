@@ -103,8 +103,9 @@ class Episode:
         """Generate, parse, run tools, append. Returns what ends the trajectory, if anything."""
         budget = self._turn_budget()
         self.turn_started_s = self._elapsed_s()
+        deadline = asyncio.timeout(self._turn_time_left())
         try:
-            async with asyncio.timeout(self._turn_time_left()) as deadline:
+            async with deadline:
                 completion = await self._generate(budget)
         except (EngineError, InvalidRequestError) as error:
             self.error = str(error)

@@ -138,4 +138,4 @@ def test_the_ground_truth_has_the_whole_reward_in_the_trainer(agent, rows, tmp_p
     trainer._generate_and_score_completions([row, idle])
     trainer.close()
     assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
-    assert trainer._rewards.flatten().tolist() == [1.0, 0.0]
+    assert trainer.rollout.rewards.flatten().tolist() == [1.0, 0.0]

@@ -12,7 +12,7 @@ from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import as_tool
 from agent_vllm.types import Limits, StopReason
 from agent_vllm.user_turns import user_suffix_ids
-from trl_integration.ledger import Exclusion, exclusion
+from trl_integration.fields import Exclusion, exclusion
 
 
 def saying(*messages):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from agent_vllm.types import Limits
 

@@ -9,7 +9,7 @@ before and after a rollout, so that none waits for another that has stopped.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
@@ -214,7 +214,8 @@ class EngineLife:
         if name == "vllm":
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
             options["sleep_mode"] = self._args.vllm_enable_sleep_mode
-        options |= self._args.rollout_engine_kwargs or {}
+        # `TrainingArguments` has parsed a string
+        options |= cast(dict[str, Any], self._args.rollout_engine_kwargs or {})
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
 
 

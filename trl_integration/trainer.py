@@ -15,6 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.engines.learner.adapters import runs_as_reference
+from agent_vllm.engines.models import pad_token_id
 from agent_vllm.environments import Factory
 from agent_vllm.inspect.record import Redact
 from trl_integration.checks import check_arguments
@@ -131,7 +132,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         rollout = self._run_rollout(prompts)
         self._gap.expect(rollout.mode, self.rollout_engine.policy_version)
-        fields = to_trl(rollout.trajectories, self._pad_token_id, rollout.exclusions)
+        fields = to_trl(rollout.trajectories, pad_token_id(self._tokenizer), rollout.exclusions)
         return (
             fields.prompt_ids,
             fields.completion_ids,
