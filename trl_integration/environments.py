@@ -1,4 +1,4 @@
-"""What each dataset row brings to its trajectory: tools, an environment, a simulated user.
+"""The tools, the environment and the simulated user of each dataset row.
 
 Owns how they are checked before training and found by row. Invariant: trouble in making one of them
 ends its own trajectory only.
@@ -62,8 +62,8 @@ class RowEnvironments:
         user: the trainer's `user`.
 
     Attributes:
-        instances: the environment of each row of the latest rollout once it is scored, as reward functions get them; `None`
-            before, and where there are no environments.
+        instances: the environments of the latest rollout, one per row, once it is scored; `None` before, and where there
+            are none.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class RowEnvironments:
 
     def check(self, tool_names: Sequence[str], datasets: Mapping[str, Dataset]) -> None:
         """
-        What can be told before training.
+        Check what can be checked before training.
 
         Args:
-            tool_names: of the tools that every row is offered.
+            tool_names: the names of the tools that every row is offered.
             datasets: by the name of the trainer's argument.
 
         Raises:
-            EnvironmentDefinitionError: a name that two things have or that nothing has, or a column that `reset` refuses.
+            EnvironmentDefinitionError: a name is used twice or is unknown, or `reset` does not take a column.
         """
         if self._environments is not None:
             _check_names(self._environments, tool_names)
@@ -115,7 +115,7 @@ class RowEnvironments:
                 _check_rows(self._environments, argument, dataset)
 
     def for_trl(self) -> Factory | dict[str, Factory] | None:
-        """What TRL's constructor makes its examples of: those that are here already."""
+        """Return factories for TRL's constructor, which give it the examples that are here already."""
         if self._environments is None:
             return None
         factories = {
@@ -126,17 +126,17 @@ class RowEnvironments:
 
     @property
     def reward_types(self) -> Sequence[type]:
-        """The types of environments that score their own trajectories."""
+        """Types of environments that have a `get_reward`."""
         return [] if self._environments is None else self._environments.reward_types
 
     def start(self, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> None:
-        """Reset an environment for each row; control tokens in what it says stay text."""
+        """Reset an environment per row; control tokens in its messages stay text."""
         self._rows, self.instances = rows, None
         if self._environments is not None:
             self._started = self._environments.start(rows, chat.as_data)
 
     def prompts(self) -> list[dict[str, Any]]:
-        """The column that the started environments change in their rows."""
+        """Return the column that the started environments change, per row."""
         return [{"prompt": started.messages} for started in self._started] or [{}] * len(self._rows)
 
     def tools(self, index: int) -> list[Tool]:
@@ -149,13 +149,13 @@ class RowEnvironments:
 
     @property
     def errors(self) -> list[str | None]:
-        """Why a row has no environment, None where it has all that it needs."""
+        """Why a row has no environment, per row; None where it has one or needs none."""
         return [started.error for started in self._started] or [None] * len(self._rows)
 
     def score(
         self, trajectories: list[Trajectory]
     ) -> tuple[list[Trajectory], dict[str, list[Any]]]:
-        """The trajectories, whose scoring may have failed, and the columns for reward functions."""
+        """Return the trajectories, failed where scoring failed, and columns for reward functions."""
         if self._environments is None:
             return trajectories, {}
         trajectories, rewards = self._environments.score(trajectories)
@@ -205,7 +205,7 @@ def _check_rows(environments: Environments, argument: str, dataset: Dataset) -> 
 
 
 class RowUser:
-    """A row's simulated user, made when it is first asked: trouble in making it is its trajectory's own."""
+    """A row's simulated user, built on its first call, so that an error in building it ends only its trajectory."""
 
     def __init__(self, user_of_row: UserOfRow, row: Mapping[str, Any]) -> None:
         self._user_of_row = user_of_row

@@ -1,7 +1,7 @@
-"""Figures of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
+"""Metrics of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
 
-Names follow TRL's where TRL has one. Invariant: figures of all processes meet in one gather, after
-the rollout.
+Names follow TRL's where TRL has one. Invariant: the figures of all processes are gathered once,
+after the rollout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Figures:
-    """One process's part."""
+    """The figures of one process."""
 
     rows: list[list[float]]  # by `_COLUMNS`
     reasons: list[str]
@@ -50,14 +50,14 @@ def rollout_metrics(
     stats: EngineStats | None = None,
     num_retries: int = 0,
 ) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the prompt and sampled tokens of all processes together.
+    """Return metrics by name, and the number of prompt and sampled tokens of all processes.
 
     Lengths count sampled tokens, whether or not they are trained.
 
     Args:
         seconds: that the rollout took on this process.
-        stats: what the engine did for it, where the engine can tell.
-        num_retries: requests that were made once more.
+        stats: the engine's counts for it, if the engine keeps any.
+        num_retries: requests that were retried.
     """
     figures = _Figures(
         rows=[_row(t) for t in trajectories],
@@ -186,7 +186,7 @@ def _engine_metrics(stats: list[EngineStats]) -> dict[str, float]:
 
 
 def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[str, float]:
-    """The token ledger of all processes together."""
+    """Return the sum of the token ledgers of all processes."""
     local = torch.tensor([list(ledger.values())], device=accelerator.device)
     counts = gather(accelerator, local).sum(dim=0).tolist()
     return {
@@ -197,9 +197,9 @@ def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[
 def correction_metrics(
     output: Mapping[str, torch.Tensor], accelerator: Accelerator
 ) -> dict[str, float]:
-    """TRL's means of its importance-sampling correction, each token counted once.
+    """Return the means of TRL's importance-sampling correction, each token counted once.
 
-    TRL averages them over processes, however many tokens each has.
+    TRL averages over processes, however many tokens each has.
 
     Args:
         output: of TRL's `_generate_and_score_completions`; tensors `[B, C]`, the ratio `[B, 1]` in
@@ -219,17 +219,17 @@ def correction_metrics(
 
 
 class GapMeter:
-    """The engine's logprobs against the learner's, while both hold the same weights."""
+    """Compare the engine's logprobs with the learner's while both hold the same weights."""
 
     def __init__(self) -> None:
         self._sampled_with: dict[str, int] = {}
 
     def expect(self, mode: str, policy_version: int) -> None:
-        """The latest rollout of this mode was made with this version."""
+        """Note the version that sampled the latest rollout of this mode."""
         self._sampled_with[mode] = policy_version
 
     def lag(self, mode: str, policy_version: int) -> int:
-        """By how many versions the learner has moved on since that rollout."""
+        """Return how many versions the learner has moved on since that rollout."""
         return policy_version - self._sampled_with[mode]
 
     def measure(
@@ -239,7 +239,7 @@ class GapMeter:
         mask: torch.Tensor,
         accelerator: Accelerator,
     ) -> dict[str, float]:
-        """Metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
+        """Return metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
         gap, count = logprob_gap(engine, learner, mask), mask.sum().item()
         local = torch.tensor(
             [[gap.mean * count, gap.kl * count, count, gap.max]], device=accelerator.device

@@ -1,7 +1,7 @@
-"""Recorded rollouts through the trainer's own code: rewards, advantages, tensors and loss.
+"""Score recorded rollouts with the trainer's own code: rewards, advantages, tensors and loss.
 
-Owns a trainer whose rollouts are read instead of made. Invariant: with the model and settings of
-the recorded run, what the loss is made of, and the loss, are those of that run to the last bit.
+Owns a trainer whose rollouts are read instead of sampled. Invariant: with the model and settings of
+the recorded run, the inputs of the loss and the loss itself equal those of that run to the last bit.
 """
 
 import tempfile
@@ -32,9 +32,9 @@ from trl_integration.training_rollout import TrainingRollout
 
 @dataclass(frozen=True, kw_only=True)
 class Rescored:
-    """What became of one recorded rollout. Lists and dim 0 of tensors have an entry a record."""
+    """Results for one recorded rollout. Lists and dim 0 of tensors have one entry per record."""
 
-    inputs: dict[str, torch.Tensor]  # what TRL's loss is made of
+    inputs: dict[str, torch.Tensor]  # the inputs of TRL's loss
     rewards: list[dict[str, float]]  # by function; NaN where it returned None
     loss: float
 
@@ -45,7 +45,7 @@ class RescoringTrainer(AgentGRPOTrainer):
 
     Args:
         reward_funcs (`Callable` or `list[Callable]`):
-            As in [`~trl.GRPOTrainer`]; they get what they got in the run, but environments.
+            As in [`~trl.GRPOTrainer`]; they get what they got in the run, except environments.
         args ([`AgentGRPOConfig`], *optional*):
             Settings of the loss and the advantages; batch sizes are taken from the record.
         model ([`~transformers.PreTrainedModel`], *optional*):
@@ -124,7 +124,7 @@ class RescoringTrainer(AgentGRPOTrainer):
 
 
 def rescoring_config(**settings: Any) -> AgentGRPOConfig:
-    """Settings for a replay on a CPU, which writes nothing."""
+    """Return settings for scoring on a CPU, which write nothing."""
     defaults = {
         "output_dir": tempfile.gettempdir(),
         "use_cpu": True,

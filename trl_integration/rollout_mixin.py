@@ -43,7 +43,7 @@ class RolloutMixin(EngineMixin):
     The rollouts of a TRL trainer.
 
     Attributes:
-        rollout ([`TrainingRollout`]): the latest one on this process.
+        rollout ([`TrainingRollout`]): the latest one on this process; empty before the first.
         chat_format ([`agent_vllm.ChatFormat`]): how conversations become ids and back.
     """
 
@@ -105,6 +105,7 @@ class RolloutMixin(EngineMixin):
             user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         self._start_engine(engine)
         self._rollout_seconds = 0.0
+        self.rollout = TrainingRollout.empty()
         rank = self.accelerator.process_index
         self._seeds = RolloutSeeds(self.args.seed, rank)
         self._record = None

@@ -30,9 +30,9 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] whose completions are multi-turn tool trajectories sampled by a rollout engine.
 
-    Only the generation is replaced: each sample is a coroutine of its own, the engine batches whoever waits for a
-    token, and tools run meanwhile. Sampled tokens are trained with the engine's own log-probabilities; tool results and
-    what the chat template writes are not.
+    Only the generation is replaced: each sample is a coroutine, the engine batches all that wait for a token, and tools
+    run in the meantime. Sampled tokens are trained with the engine's own log-probabilities; tool results and the chat
+    template's tokens are masked.
 
     Example:
 
@@ -56,25 +56,25 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         args ([`AgentGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         tools (`list` or `Callable`, *optional*):
-            What the model may call: Python functions (sync or async) with type hints and a Google-style docstring, or
-            [`agent_vllm.Tool`]. A row's `tools` column, if there is one, picks from them by name. Instead of a list, a
+            Tools that the model may call: Python functions (sync or async) with type hints and a Google-style docstring,
+            or [`agent_vllm.Tool`]. A row's `tools` column, if there is one, picks from them by name. Instead of a list, a
             function that takes a dataset row and returns the row's own list.
         environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
-            As in TRL: what makes an environment, one for each trajectory, or several by the name in a row's `environment`
-            column. One that fails ends its own trajectory. Its method `get_user_message(messages)`, if there is one, is
-            the simulated user. See `docs/environments.md`.
+            As in TRL: a function that builds an environment, one per trajectory, or several by the name in a row's
+            `environment` column. An environment that fails ends only its own trajectory. Its method
+            `get_user_message(messages)`, if there is one, is the simulated user. See `docs/environments.md`.
         user (`Callable`, *optional*):
-            A function from a dataset row to the row's simulated user, or to `None`. The user is a function (sync or
-            async): it gets the messages, which end with the model's answer, and returns the next user message, or
-            `None` where there is nothing more to say.
+            A function that takes a dataset row and returns the row's simulated user, or `None`. The user is a function
+            (sync or async): it gets the messages, which end with the model's answer, and returns the next user message,
+            or `None` to end the conversation.
         rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
             `"vllm"`, `"vllm-server"` (with `base_urls` in `rollout_engine_kwargs`), `"torch"`, or an engine built by
             you, which you close.
         chat_format ([`agent_vllm.ChatFormat`], *optional*):
-            How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
+            How conversations become ids and back. If `None`, it is built from the tokenizer's chat template.
         redact_rollouts (`Callable`, *optional*):
-            With `record_rollouts`: gets each record before it is written and returns what is written instead, such as
-            [`agent_vllm.inspect.redact_secrets`].
+            With `record_rollouts`: a function that gets each record before it is written and returns the record to write,
+            such as [`agent_vllm.inspect.redact_secrets`].
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
             environment_factory=self._environments.for_trl(),
             **kwargs,
         )
-        # Switches on TRL's correction for the distance between engine and learner. TRL's constructor
-        # would start its own vLLM by it, so its checks of this setting are made in `checks`.
+        # Switches on TRL's importance-sampling correction. It is set here because TRL's constructor would
+        # start its own vLLM; `checks` repeats the constructor's checks.
         self.use_vllm = args.old_logprobs == "recomputed"
         self._gap = GapMeter()
         self._learner_logps = torch.empty(0, 0)  # [B, C] of the latest loss

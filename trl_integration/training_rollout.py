@@ -46,6 +46,11 @@ class TrainingRollout:
 
     rewards: torch.Tensor  # [B, F] NaN until scored, and where a function returned None
 
+    @classmethod
+    def empty(cls) -> "TrainingRollout":
+        """Return a rollout without rows, for before the first one."""
+        return cls(mode="train", step=0, seed=0, rows=[], tools=[], rewards=torch.empty(0, 0))
+
     def finish(self, trajectories: Sequence[Trajectory], *, mask_truncated: bool) -> None:
         """Set the trajectories, and exclude those that their ending keeps from being trained."""
         self.trajectories = list(trajectories)
