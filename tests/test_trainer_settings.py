@@ -98,10 +98,10 @@ CORRECTED = [
     [
         *CORRECTED,
         {"old_logprobs": "recomputed", "vllm_importance_sampling_correction": False},
-        {"old_logprobs": "sampler", "vllm_importance_sampling_mode": "sequence_mask"},
+        {"old_logprobs": "sampler", "vllm_importance_sampling_mode": "sequence_truncate"},
     ],
 )
-def test_vespo_trains_where_no_correction_by_sequence_is_in_use(parts, settings):
+def test_vespo_trains_where_no_correction_by_sequence_is_in_use(parts, settings, capsys):
     arguments, common = parts
     args = AgentGRPOConfig(**common, **VESPO, **settings)
     trainer = AgentGRPOTrainer(**arguments, args=args, rollout_engine="torch")
@@ -110,6 +110,9 @@ def test_vespo_trains_where_no_correction_by_sequence_is_in_use(parts, settings)
     finally:
         trainer.close()
     (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    unused = "['vllm_importance_sampling_mode'] have no effect"
+    is_sequence = settings.get("vllm_importance_sampling_mode") == "sequence_truncate"
+    assert (unused in capsys.readouterr().out) == is_sequence
     is_corrected = "sampling/importance_sampling_ratio/mean" in log
     assert is_corrected == (settings in CORRECTED)
     assert log["grad_norm"] > 0

@@ -63,15 +63,27 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
     _check_correction(args)
 
 
-def _check_vllm_settings(args: AgentGRPOConfig) -> None:
+def _changed(args: AgentGRPOConfig) -> dict[str, Any]:
+    """Return the settings that are not at their defaults."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, remedy in _OTHER_VLLM_SETTINGS.items():
-        value = getattr(args, name)
-        if value != defaults[name]:
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def _check_vllm_settings(args: AgentGRPOConfig) -> None:
+    for name, value in _changed(args).items():
+        if name in _OTHER_VLLM_SETTINGS:
             raise ValueError(
                 f"`{name}` is a setting of the vLLM that TRL starts and must be left out, got "
-                f"{value!r}. {remedy}"
+                f"{value!r}. {_OTHER_VLLM_SETTINGS[name]}"
             )
+
+
+def _unused_correction_settings(args: AgentGRPOConfig) -> list[str]:
+    if args.old_logprobs == "recomputed":
+        return []
+    changed = _changed(args).keys() - {"vllm_importance_sampling_correction"}
+    return sorted(name for name in changed if name.startswith("vllm_importance_sampling_"))
 
 
 def _check_correction(args: AgentGRPOConfig) -> None:
@@ -143,6 +155,12 @@ def check_setup(trainer: Any) -> None:
         raise ValueError(
             "FSDP1 is not supported: it holds a layer's weights as one flat tensor, which can't be "
             "gathered one by one. Set `fsdp_version: 2` in accelerate's config."
+        )
+    unused = _unused_correction_settings(trainer.args)
+    if unused:
+        trainer.accelerator.print(
+            f'Warning: {unused} have no effect with old_logprobs="sampler", which needs no '
+            'correction. Set old_logprobs="recomputed" to use them.'
         )
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
@@ -18,7 +17,7 @@ from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from agent_vllm.errors import EngineDeadError
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
-from trl_integration.processes import gather
+from trl_integration.processes import gather_flags
 
 _MAX_REBUILDS_IN_A_ROW = 3  # in a row: no rollout in between left all engines alive
 
@@ -131,8 +130,8 @@ class EngineLife:
         errors = [t.error for t in begun if t.stop_reason is StopReason.ENGINE_ERROR]
         if errors and len(errors) == len(begun):
             self._verdict = f"it failed all {len(errors)} trajectories, the first with: {errors[0]}"
-        dead, some_failed, none_answered = self._on_all(
-            self._death is not None, bool(errors), len(errors) == len(begun)
+        dead, some_failed, none_answered = gather_flags(
+            self._accelerator, self._death is not None, bool(errors), len(errors) == len(begun)
         )
         if not any(dead):
             self._num_rebuilds_in_a_row = 0
@@ -160,12 +159,7 @@ class EngineLife:
         return self._verdict or self.engine.death
 
     def _is_dead_anywhere(self) -> bool:
-        return any(self._on_all(self._death is not None)[0])
-
-    def _on_all(self, *flags: bool) -> list[list[bool]]:
-        """Return each flag's values on all processes."""
-        mine = torch.tensor([flags], device=self._accelerator.device)
-        return gather(self._accelerator, mine).T.tolist()
+        return any(gather_flags(self._accelerator, self._death is not None)[0])
 
     def _replace(self) -> None:
         """Rebuild the engine on all processes: only together can they gather a sharded learner's weights."""
@@ -180,7 +174,7 @@ class EngineLife:
             f"Warning: the rollout engine is dead ({death}); building a new one."
         )
         failure = self._rebuild(self._name)
-        if any(self._on_all(failure is not None)[0]):
+        if any(gather_flags(self._accelerator, failure is not None)[0]):
             self._stop(death, f"A new one could not be built: {failure}")
 
     def _rebuild(self, name: str) -> str | None:
