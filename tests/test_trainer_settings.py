@@ -1,5 +1,7 @@
 """Settings that TRL checks under `use_vllm`, which the trainer sets after TRL's constructor."""
 
+import re
+
 import pytest
 from datasets import Dataset
 from fakes import chatml_tokenizer
@@ -83,7 +85,8 @@ def test_an_unknown_correction_is_refused_before_the_first_rollout(parts):
 def test_a_setting_of_trls_own_vllm_is_refused_with_a_remedy(parts, name, value):
     arguments, common = parts
     args = AgentGRPOConfig(**common, **{name: value})
-    with pytest.raises(ValueError, match=rf"`{name}` .*must be left out, got .*{value!s:.4}"):
+    message = f"`{name}` .*must be left out, got {re.escape(repr(value))}\\. [A-Z]"
+    with pytest.raises(ValueError, match=message):
         AgentGRPOTrainer(**arguments, args=args, rollout_engine="torch")
 
 
