@@ -58,9 +58,9 @@ class AloneInRollouts(AgentGRPOTrainer):
 
     num_rollouts = 0
 
-    def _rollout(self, prompts):
+    def _sample(self, rollout, prompts):
         with no_collectives():
-            trajectories = super()._rollout(prompts)
+            trajectories = super()._sample(rollout, prompts)
         Path(self.args.output_dir, f"rollout-{self.num_rollouts}-{RANK}").touch()
         self.num_rollouts += 1
         return trajectories

@@ -9,8 +9,9 @@ from datasets import Dataset
 from fakes import CHATML, broken_invariants, byte_tokenizer, call
 
 from agent_vllm.chat import ChatFormat
+from agent_vllm.settings import Limits
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.types import Limits, StopReason
+from agent_vllm.types import StopReason
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 if find_spec("bfcl_eval") is None:
@@ -138,4 +139,4 @@ def test_the_ground_truth_has_the_whole_reward_in_the_trainer(agent, rows, tmp_p
     trainer._generate_and_score_completions([row, idle])
     trainer.close()
     assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
-    assert trainer._rewards.flatten().tolist() == [1.0, 0.0]
+    assert trainer.rollout.rewards.flatten().tolist() == [1.0, 0.0]

@@ -3,7 +3,8 @@
 import pytest
 
 from agent_vllm.budget import Budget, Used
-from agent_vllm.types import Limits, StopReason, ToolResult
+from agent_vllm.settings import Limits
+from agent_vllm.types import StopReason, ToolResult
 
 
 def budget(max_model_len=100, prompt=10, **limits):

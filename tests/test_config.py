@@ -3,7 +3,7 @@
 import pytest
 from transformers import HfArgumentParser
 
-from agent_vllm.types import Limits
+from agent_vllm.settings import Limits
 from trl_integration import AgentGRPOConfig
 
 

@@ -7,8 +7,9 @@ import pytest
 from fakes import ADD, NUM_ADD, PAD, add, call, user
 
 from agent_vllm.rollout import rollout_batch, rollout_single
-from agent_vllm.types import Limits, StopReason
-from trl_integration.fields import to_trl
+from agent_vllm.settings import Limits
+from agent_vllm.types import StopReason
+from trl_integration.fields import exclusion, to_trl
 
 
 @pytest.fixture
@@ -79,6 +80,7 @@ def test_a_straggler_is_closed_with_what_it_has_and_its_group_stays(chat, script
     whole = next(t for t in group if t is not late)
     assert late.completion_ids == whole.completion_ids[: len(late.completion_ids)]
     num_trained = [NUM_ADD if t is late else NUM_ADD + len("three") + 1 for t in group]
-    assert to_trl(group, PAD).num_trained_tokens == num_trained
-    masked = to_trl(group, PAD, mask_truncated=True).num_trained_tokens
+    assert to_trl(group, PAD, [None] * len(group)).num_trained_tokens == num_trained
+    excluded = [exclusion(t, mask_truncated=True) for t in group]
+    masked = to_trl(group, PAD, excluded).num_trained_tokens
     assert masked == [0 if t is late else num for t, num in zip(group, num_trained, strict=True)]

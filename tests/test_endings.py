@@ -27,9 +27,10 @@ from agent_vllm import TorchRolloutEngine
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_single
+from agent_vllm.settings import Limits
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool, as_tool
-from agent_vllm.types import Limits, StopReason
+from agent_vllm.types import StopReason
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 TOOLS = [calculator, get_weather, get_price]

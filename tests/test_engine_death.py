@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from agent_vllm import StopReason, TorchRolloutEngine, collate
+from agent_vllm import StopReason, TorchRolloutEngine, collate, rollout_batch
 from agent_vllm.errors import EngineDeadError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
@@ -383,9 +383,12 @@ def test_processes_rebuild_together(make_trainer):
 @pytest.mark.parametrize("other_lost", [True, False])
 def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lost):
     trainer = make_trainer()
+    life = trainer.engine_life
+    life._accelerator = OtherProcess([False], [False, other_lost, other_lost])
+    life.ensure_current()
     steps_of(trainer.rollout_engine).step = raising(None)
-    trainer._rows = [dict(row) for row in rows(1)]
-    trainer._environments.start(trainer._rows, trainer.chat_format)
-    trajectories = trainer._rollout([row["prompt"] for row in trainer._rows])
-    trainer.engine_life._accelerator = OtherProcess([False, other_lost, other_lost])
-    assert trainer.engine_life.is_lost(trajectories) == other_lost
+    prompts = [row["prompt"] for row in rows(1)]
+    trajectories = rollout_batch(
+        trainer.rollout_engine, trainer.chat_format, prompts, [[calculator]]
+    )
+    assert life.is_lost(trajectories) == other_lost

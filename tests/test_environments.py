@@ -10,7 +10,8 @@ from worlds import AsyncCounter, AsyncTrouble, Counter, SelfScoring, Trouble, Wo
 from agent_vllm.environments import Environments
 from agent_vllm.errors import EnvironmentDefinitionError
 from agent_vllm.rollout import rollout_batch
-from agent_vllm.types import Limits, StopReason
+from agent_vllm.settings import Limits
+from agent_vllm.types import StopReason
 
 INCREMENT = call("increment", step=2)
 

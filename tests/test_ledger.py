@@ -4,11 +4,12 @@ import math
 import random
 
 import pytest
+import torch
 from fakes import PAD, observed, sampled, trajectory
 
 from agent_vllm.types import StopReason
-from trl_integration.fields import to_trl
-from trl_integration.ledger import Exclusion, exclusion, token_ledger
+from trl_integration.fields import Exclusion, exclusion, to_trl, token_ledger
+from trl_integration.training_rollout import TrainingRollout
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
@@ -20,11 +21,29 @@ def test_what_is_left_out_for_its_ending(reason):
     assert exclusion(t, mask_truncated=True) == (failed or truncated)
 
 
-def test_what_no_reward_function_scored_is_left_out():
-    t = trajectory([1], sampled(3, 9))
-    assert exclusion(t, mask_truncated=False, rewards=[math.nan] * 2) is Exclusion.UNSCORABLE
-    assert exclusion(t, mask_truncated=False, rewards=[math.nan, 0.0]) is None
-    assert exclusion(t, mask_truncated=False) is None
+def scored(batch, rewards, *, mask_truncated):
+    """A rollout whose trajectories and rewards are known."""
+    rollout = TrainingRollout(
+        mode="train", step=0, seed=0, rows=[{}], tools=[[]], rewards=torch.empty(0)
+    )
+    rollout.finish(batch, mask_truncated=mask_truncated)
+    rollout.score(torch.tensor(rewards))
+    return rollout
+
+
+def test_a_trajectory_that_no_reward_function_scored_is_excluded():
+    ended, cut, lost = (
+        trajectory([1], sampled(3, 9), stop_reason=reason)
+        for reason in (StopReason.ANSWERED, StopReason.TURN_LENGTH, StopReason.ENGINE_ERROR)
+    )
+    nan = math.nan
+    rewards = [[nan, nan], [nan, 0.0], [1.0, 2.0], [nan, nan], [nan, nan]]
+    rollout = scored([ended, ended, ended, cut, lost], rewards, mask_truncated=True)
+    assert rollout.exclusions == [
+        Exclusion.UNSCORABLE, None, None, Exclusion.TRUNCATED, Exclusion.FAILED,
+    ]  # fmt: skip
+    assert rollout.is_trained == [False, True, True, False, False]
+    assert rollout.is_failed == [False, False, False, False, True]
 
 
 def random_trajectory(random):
@@ -41,11 +60,9 @@ def test_the_ledger_of_random_batches_adds_up():
         batch = [random_trajectory(rng) for _ in range(rng.randrange(1, 9))]
         rewards = [rng.choice([[1.0], [math.nan]]) for _ in batch]
         mask_truncated = rng.random() < 0.5
-        reasons = [
-            exclusion(t, mask_truncated=mask_truncated, rewards=r)
-            for t, r in zip(batch, rewards, strict=True)
-        ]
-        fields = to_trl(batch, PAD, mask_truncated=mask_truncated)
+        reasons = scored(batch, rewards, mask_truncated=mask_truncated).exclusions
+        by_ending = [exclusion(t, mask_truncated=mask_truncated) for t in batch]
+        fields = to_trl(batch, PAD, by_ending)
         num_trained = sum(
             sum(mask)
             for mask, reason in zip(fields.tool_mask, reasons, strict=True)

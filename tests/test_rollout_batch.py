@@ -34,8 +34,9 @@ from agent_vllm.rollout import (
     rollout_single,
     rollout_single_async,
 )
+from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.types import Limits, SamplingParams, StopReason
+from agent_vllm.types import StopReason
 
 # ---- isolation ----
 

@@ -19,7 +19,8 @@ from fakes import (
 
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_single
-from agent_vllm.types import Limits, StopReason
+from agent_vllm.settings import Limits
+from agent_vllm.types import StopReason
 
 # ---- random conversations ----
 

@@ -53,9 +53,10 @@ from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch, rollout_single
+from agent_vllm.settings import Limits
 from agent_vllm.tools import Tool, as_tool, select_tools, tools_by_name
-from agent_vllm.types import Limits, StopReason
-from trl_integration.fields import to_trl
+from agent_vllm.types import StopReason
+from trl_integration.fields import exclusion, to_trl
 
 
 @pytest.fixture
@@ -141,7 +142,8 @@ def test_11_running_out_of_turns_is_trained(tell):
         tell(ADD, max_turns=1),
         tell(call("nope"), max_invalid_calls=1),
     )
-    fields = to_trl([cut, turns, calls], PAD, mask_truncated=True)
+    rows = [cut, turns, calls]
+    fields = to_trl(rows, PAD, [exclusion(t, mask_truncated=True) for t in rows])
     assert [n > 0 for n in fields.num_trained_tokens] == [False, True, True]
 
 
@@ -149,7 +151,7 @@ def test_12_a_failed_row_keeps_its_place_and_is_not_trained(chat, scripted):
     script = by_prompt(chat, one=[ADD, *[EngineError("lost")] * 2], two=["ok"])
     rows = rollout_batch(scripted(script), chat, [user("one"), user("two")], [[add]] * 2)
     assert [t.messages[0]["content"] for t in rows] == ["one", "two"]
-    assert to_trl(rows, PAD).num_trained_tokens == [0, len("ok") + 1]
+    assert to_trl(rows, PAD, list(map(exclusion, rows))).num_trained_tokens == [0, len("ok") + 1]
 
 
 def test_13_calls_in_thoughts_are_not_run(tell):

@@ -453,7 +453,7 @@ def test_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, ag
     prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("TASK-7" in prompt and "get_price" in prompt for prompt in prompts)
     assert [environment.asked for environment in trainer.environments] == [["lamp"]] * 8
-    assert trainer._rewards.tolist() == [[1.0]] * 8
+    assert trainer.rollout.rewards.tolist() == [[1.0]] * 8
     assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
 
 

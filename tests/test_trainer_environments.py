@@ -182,7 +182,7 @@ def test_what_trl_documents_trains(make_trainer, case):
     trainer.train()
     assert {t.stop_reason for t in trainer.trajectories} == {StopReason.ANSWERED}
     if rewards is not None:
-        assert trainer._rewards.tolist() == rewards
+        assert trainer.rollout.rewards.tolist() == rewards
 
 
 class Shop:
@@ -215,7 +215,7 @@ def test_a_real_policy_acts_in_its_environment(make_trainer, agent, request, eng
     trainer.train()
     results = [t.tool_results for t in trainer.trajectories]
     asked = [float(sum(r.status != "invalid" for r in its)) for its in results]
-    assert trainer._rewards.flatten().tolist() == asked and sum(asked) > 0
+    assert trainer.rollout.rewards.flatten().tolist() == asked and sum(asked) > 0
     log = trainer.state.log_history[0]
     assert log["rewards/Shop/mean"] == pytest.approx(sum(asked) / 8)
     assert log["sampling/logprob_gap/max"] <= 5e-5
@@ -230,7 +230,7 @@ def test_each_row_has_the_tools_and_the_reward_of_its_environment(make_trainer):
     assert ["guess" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
     assert ["Guess the five" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
     assert trainer.reward_func_names == ["<lambda>", "SelfScoring"]
-    rewards = trainer._rewards
+    rewards = trainer.rollout.rewards
     assert torch.equal(rewards.nan_to_num(-1.0), torch.tensor([[-1, 2.0]] * 4 + [[1, -1.0]] * 4))
     assert [[r.status for r in t.tool_results] for t in trainer.trajectories] == [
         ["ok", "invalid"]
@@ -328,7 +328,7 @@ def test_one_of_eight_fails_alone(make_trainer, made, kind, trouble):
     nan = float("nan")
     totals = [11.0 * i if i != 2 else nan for i in range(8)]
     torch.testing.assert_close(inputs["advantages"], advantages_by_hand(totals))
-    assert trainer._rewards.isnan().all(1).tolist() == [i == 2 for i in range(8)]
+    assert trainer.rollout.rewards.isnan().all(1).tolist() == [i == 2 for i in range(8)]
     trained = (inputs["completion_mask"] * inputs["tool_mask"]).sum(1)
     sampled = [t.num_sampled_tokens for t in trainer.trajectories]
     assert trained.tolist() == [n if i != 2 else 0 for i, n in enumerate(sampled)]
@@ -358,7 +358,7 @@ def test_a_factory_that_fails_once(make_trainer, made):
     (failed,) = (t for t in trainer.trajectories if t.stop_reason.is_failure)
     assert failed.error.endswith("factory` failed: OSError: no such server")
     rollout(trainer, [row(index=i) for i in range(8)])
-    assert trainer._rewards.flatten().tolist() == [float(i) for i in range(8)]
+    assert trainer.rollout.rewards.flatten().tolist() == [float(i) for i in range(8)]
 
 
 def test_all_fail_and_the_weights_stay_as_they_are(make_trainer, made):
@@ -400,7 +400,7 @@ def test_reward_functions_see_no_failures_and_speak_of_their_own_rows(make_train
     rollout(trainer, data)
     assert seen.pop("index") == [0, 1, 2, 3, 4, 6, 7]
     assert set(seen.values()) == {7} and {"environments", "prompts", "stop_reason"} <= seen.keys()
-    assert trainer._rewards[:, 0].nan_to_num(-1).tolist() == [-1, 1, 2, 3, 4, -1, 6, 7]
+    assert trainer.rollout.rewards[:, 0].nan_to_num(-1).tolist() == [-1, 1, 2, 3, 4, -1, 6, 7]
     assert list(trainer._logs["extra"]["length"]) == [1, 1, 1, 1, 1, None, 1, 1]
 
 
@@ -426,7 +426,7 @@ def test_the_environment_may_be_the_user(make_trainer):
     trainer.train()
     said = [m["content"] for m in trainer.trajectories[0].messages if m["role"] == "user"]
     assert said == ["Go.", "again 1", "again 2"]
-    assert trainer._rewards.tolist() == [[3.0]] * 8
+    assert trainer.rollout.rewards.tolist() == [[3.0]] * 8
     assert "get_user_message" not in trainer._tokenizer.decode(trainer.trajectories[0].prompt_ids)
 
 
@@ -446,7 +446,7 @@ def test_a_user_for_each_row(make_trainer):
         data=[row(says=["more", "and more"])] * 8,
     )
     trainer.train()
-    assert trainer._rewards.tolist() == [[4.0]] * 8
+    assert trainer.rollout.rewards.tolist() == [[4.0]] * 8
     roles = [m["role"] for m in trainer.trajectories[0].completion_messages]
     assert roles == ["assistant", "tool", "assistant", "user", "assistant", "user", "assistant"]
     assert trainer.state.log_history[0]["tools/increment/call_frequency"] == 1.0

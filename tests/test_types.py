@@ -8,17 +8,8 @@ import pytest
 from fakes import observed, sampled, trajectory
 
 from agent_vllm.errors import InvalidRequestError
-from agent_vllm.types import (
-    Completion,
-    Limits,
-    SamplingParams,
-    Segment,
-    Span,
-    StopReason,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agent_vllm.settings import Limits, SamplingParams
+from agent_vllm.types import Completion, Segment, Span, StopReason, ToolResult, Trajectory, Turn
 
 
 def test_views_of_a_trajectory():

@@ -10,9 +10,10 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.environments import user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout import rollout_batch, rollout_single
+from agent_vllm.settings import Limits
 from agent_vllm.tools import as_tool
-from agent_vllm.types import Limits, StopReason
-from trl_integration.ledger import Exclusion, exclusion
+from agent_vllm.types import StopReason
+from trl_integration.fields import Exclusion, exclusion
 
 
 def saying(*messages):

@@ -1,8 +1,9 @@
-"""What the trainer refuses, as early as it can be told: arguments first, then the set-up.
+"""What the trainer refuses, as early as possible: arguments first, then datasets, then the set-up.
 
 Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
 """
 
+import dataclasses
 from typing import Any
 
 from datasets import Dataset
@@ -11,9 +12,24 @@ from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
 from agent_vllm.engines.vllm import check_sleep_mode
 from trl_integration.config import AgentGRPOConfig
 
+_CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# Settings of the vLLM that TRL starts, and what takes their place.
+_OTHER_VLLM_SETTINGS = {
+    "vllm_mode": 'Choose with rollout_engine="vllm" or "vllm-server".',
+    "vllm_model_impl": "Pass rollout_engine_kwargs={'engine_args': {'model_impl': ...}}, or start the server with it.",
+    "vllm_structured_outputs_regex": "The learner can't reproduce the distribution that it samples from. Leave it out.",
+    "vllm_server_base_url": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
+    "vllm_server_host": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
+    "vllm_server_port": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
+    "vllm_server_timeout": "Start the servers before the trainer. Leave it out.",
+    "vllm_group_port": "The engine finds a free port. Leave it out.",
+    "vllm_tensor_parallel_size": 'Start servers with `--tensor-parallel-size` and use rollout_engine="vllm-server".',
+}
+
 
 def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str, Any]) -> None:
-    """What can be refused before anything heavy is built."""
+    """Refuse what can be refused before anything heavy is built."""
     if not isinstance(args, AgentGRPOConfig):
         raise TypeError(
             f"`args` must be an `AgentGRPOConfig`, got {type(args).__name__}. It takes every "
@@ -43,16 +59,56 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             "`repetition_penalty` and `generation_kwargs` are refused: the learner can't reproduce "
             "the distribution that they sample from."
         )
+    _check_vllm_settings(args)
+    _check_correction(args)
+
+
+def _changed(args: AgentGRPOConfig) -> dict[str, Any]:
+    """Return the settings that are not at their defaults."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def _check_vllm_settings(args: AgentGRPOConfig) -> None:
+    for name, value in _changed(args).items():
+        if name in _OTHER_VLLM_SETTINGS:
+            raise ValueError(
+                f"`{name}` is a setting of the vLLM that TRL starts and must be left out, got "
+                f"{value!r}. {_OTHER_VLLM_SETTINGS[name]}"
+            )
+
+
+def _unused_correction_settings(args: AgentGRPOConfig) -> list[str]:
+    if args.old_logprobs == "recomputed":
+        return []
+    changed = _changed(args).keys() - {"vllm_importance_sampling_correction"}
+    return sorted(name for name in changed if name.startswith("vllm_importance_sampling_"))
+
+
+def _check_correction(args: AgentGRPOConfig) -> None:
+    """Refuse what TRL refuses of its correction: it looks where `use_vllm` is set, which is set after its constructor."""
+    if args.old_logprobs != "recomputed" or not args.vllm_importance_sampling_correction:
+        return
+    mode, modes = args.vllm_importance_sampling_mode, _CORRECTION_MODES
+    if args.loss_type == "vespo":  # it weights each token by the ratio
+        modes = tuple(mode for mode in _CORRECTION_MODES if mode.startswith("token"))
+    if mode not in modes:
+        raise ValueError(
+            f"`vllm_importance_sampling_mode` must be one of {modes} with "
+            f'old_logprobs="recomputed" and loss_type="{args.loss_type}", got {mode!r}. Choose '
+            'another, or use old_logprobs="sampler".'
+        )
 
 
 def check_datasets(
     train_dataset: Any, eval_dataset: Any, *, needs_prompt: bool
 ) -> dict[str, Dataset]:
     """
-    What can be seen of datasets that can be looked into.
+    Check the datasets whose rows can be read before training.
 
     Args:
-        needs_prompt: whether nothing else than a column gives the prompts.
+        needs_prompt: whether only a column can give the prompts.
 
     Returns:
         `dict[str, Dataset]`: those datasets, by the argument that gave them.
@@ -91,7 +147,7 @@ def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """What is known only once TRL has set itself up."""
+    """Refuse what is known only once TRL has set itself up."""
     if trainer._is_vlm:
         raise ValueError("Vision-language models are not supported: rollouts are text only.")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # absent without FSDP
@@ -99,6 +155,12 @@ def check_setup(trainer: Any) -> None:
         raise ValueError(
             "FSDP1 is not supported: it holds a layer's weights as one flat tensor, which can't be "
             "gathered one by one. Set `fsdp_version: 2` in accelerate's config."
+        )
+    unused = _unused_correction_settings(trainer.args)
+    if unused:
+        trainer.accelerator.print(
+            f'Warning: {unused} have no effect with old_logprobs="sampler", which needs no '
+            'correction. Set old_logprobs="recomputed" to use them.'
         )
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:

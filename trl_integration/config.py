@@ -1,11 +1,11 @@
-"""AgentGRPOConfig: TRL's `GRPOConfig` plus what a multi-turn rollout needs to know."""
+"""AgentGRPOConfig: TRL's `GRPOConfig` and the settings of multi-turn rollouts."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
-from agent_vllm.types import Limits
+from agent_vllm.settings import Limits
 
 OLD_LOGPROBS = ("sampler", "recomputed")
 ON_ENGINE_DEATH = ("stop", "rebuild")
@@ -33,26 +33,25 @@ class AgentGRPOConfig(GRPOConfig):
         tool_timeout_s (`float`, *optional*):
             Seconds for one tool call. If `None`, 30 s, or less where a deadline is tighter; `inf` means no limit.
         turn_deadline_s (`float`, *optional*):
-            Seconds for one turn, its tools among them. Sampling past it is given up, which ends the trajectory; calls
-            past it are answered as timed out.
+            Seconds for one turn, tools included. If sampling takes longer, the trajectory ends; calls that take longer
+            are answered as timed out.
         deadline_s (`float`, *optional*):
-            Seconds from the start of a rollout, for each trajectory and so for the whole batch: all begin together. A
-            straggler is closed with the turns that it has, which are trained like any other's.
+            Seconds from the start of a rollout until every trajectory must have ended. A straggler ends with the turns
+            that it has, which are trained like any other's.
         fresh_environments (`bool`, *optional*, defaults to `False`):
-            Whether each trajectory gets a new instance of its environment. By default instances are reset and used
-            again, as TRL does.
+            Whether each trajectory gets a new instance of its environment. By default instances are reset and reused, as
+            in TRL.
         environment_timeout_s (`float`, *optional*, defaults to `120.0`):
-            Seconds for making an environment, for its `reset` and for its `get_reward`. Past them its trajectory has
-            failed, alone.
+            Seconds for building an environment, for its `reset` and for its `get_reward`, each. If one takes longer, only
+            its trajectory fails.
         thinking_ratio (`float`, *optional*):
             Share of trajectories that are sampled with the chat template's thinking switch on. If `None`, the switch
             is left alone.
         stop_strings (`list[str]`, *optional*):
-            End a turn, beside the end tokens, once its text has one of them. The tokens that spell it stay and are
-            trained.
+            Strings that end a turn, beside the end tokens. The tokens that spell one are kept and trained.
         escape_tool_results (`bool`, *optional*, defaults to `True`):
-            Whether text of control tokens inside tool results stays text. Without it a tool result can end its own
-            turn, open others and forge calls.
+            Whether control tokens that a tool result spells stay text. If `False`, a tool result can end its own turn,
+            open others and forge calls.
         old_logprobs (`str`, *optional*, defaults to `"sampler"`):
             Where the old log-probabilities of the ratio come from. `"sampler"`: the engine's own, at no cost.
             `"recomputed"`: a forward pass of the learner, with TRL's importance-sampling correction for the distance
@@ -60,15 +59,15 @@ class AgentGRPOConfig(GRPOConfig):
         rollout_engine_kwargs (`dict` or `str`, *optional*):
             Keyword arguments of the engine that the trainer builds, such as `{"max_num_seqs": 64}`.
         on_engine_death (`str`, *optional*, defaults to `"stop"`):
-            What to do when the engine hangs or fails for good. `"stop"`: save a checkpoint and raise, saying how to
-            resume. `"rebuild"`: build a new one from the learner's weights and go on, at most 3 times in a row. An
-            engine in the trainer's process shares its memory and its GPU with the learner, and what killed the one may
-            have hurt the other; a fresh process from a checkpoint is known to be whole, so this is the default. An
-            engine that you built is never rebuilt.
+            What to do when the engine hangs or fails for good. `"stop"`: save a checkpoint and raise an error that says
+            how to resume. `"rebuild"`: build a new engine from the learner's weights and go on, at most 3 times in a
+            row. An engine in the trainer's process shares memory and GPU with the learner, so what broke it may have
+            damaged the learner too; a new process from a checkpoint is safe, so `"stop"` is the default. An engine that
+            you built is never rebuilt.
         record_rollouts (`bool`, *optional*, defaults to `False`):
             Whether to write every trajectory to `output_dir/rollouts.jsonl`.
         rollout_progress (`bool`, *optional*, defaults to `True`):
-            Whether to show how far a rollout is, on the main process.
+            Whether to show the progress of rollouts, on the main process.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
@@ -93,17 +92,22 @@ class AgentGRPOConfig(GRPOConfig):
         metadata={"help": "Seconds for one tool call; 30 if not set, inf for no limit."},
     )
     turn_deadline_s: float | None = field(
-        default=None, metadata={"help": "Seconds for one turn, its tools among them."}
+        default=None, metadata={"help": "Seconds for one turn, tools included."}
     )
     deadline_s: float | None = field(
-        default=None, metadata={"help": "Seconds for a rollout, all its trajectories side by side."}
+        default=None,
+        metadata={
+            "help": "Seconds from the start of a rollout until all its trajectories have ended."
+        },
     )
     fresh_environments: bool = field(
         default=False, metadata={"help": "Each trajectory gets a new instance of its environment."}
     )
     environment_timeout_s: float | None = field(
         default=120.0,
-        metadata={"help": "Seconds for making an environment, its `reset` and its `get_reward`."},
+        metadata={
+            "help": "Seconds for building an environment, its `reset` and its `get_reward`, each."
+        },
     )
     thinking_ratio: float | None = field(
         default=None,
@@ -114,7 +118,7 @@ class AgentGRPOConfig(GRPOConfig):
     )
     escape_tool_results: bool = field(
         default=True,
-        metadata={"help": "Text of control tokens inside tool results stays text."},
+        metadata={"help": "Control tokens that a tool result spells stay text."},
     )
     old_logprobs: str = field(
         default="sampler",
@@ -138,7 +142,7 @@ class AgentGRPOConfig(GRPOConfig):
         metadata={"help": "Write every trajectory to `output_dir/rollouts.jsonl`."},
     )
     rollout_progress: bool = field(
-        default=True, metadata={"help": "Show how far a rollout is, on the main process."}
+        default=True, metadata={"help": "Show the progress of rollouts, on the main process."}
     )
 
     def __post_init__(self) -> None:
@@ -155,12 +159,12 @@ class AgentGRPOConfig(GRPOConfig):
             )
         try:
             self.limits()
-        except ValueError as error:  # it knows TRL's setting by its own name
+        except ValueError as error:  # it names TRL's setting in its own way
             message = str(error).replace("max_completion_tokens", "max_completion_length")
             raise ValueError(message) from None
 
     def limits(self) -> Limits:
-        """The limits of every trajectory."""
+        """Return the limits of every trajectory."""
         return Limits(
             max_turns=self.max_turns,
             max_new_tokens=self.max_new_tokens,

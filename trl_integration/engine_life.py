@@ -1,17 +1,15 @@
-"""The rollout engine through a training run: built from the learner, kept on its weights, replaced
-when it is dead, closed.
+"""The rollout engine through a training run: built from the learner, synced, replaced when dead, closed.
 
-Owns when weights go to the engine and what its death means for the run. Invariant: `ensure_current`
-leaves a live engine on the learner's current weights, or ends the run. Processes decide together,
-before and after a rollout, so that none waits for another that has stopped.
+Owns when weights are synced to the engine, and what a dead engine means for the run. Invariant:
+`ensure_current` leaves a live engine on the learner's current weights, or ends the run. Processes
+decide together, before and after a rollout, so that none waits for another that has stopped.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
@@ -19,25 +17,27 @@ from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from agent_vllm.errors import EngineDeadError
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
+from trl_integration.processes import gather_flags
 
-_MAX_REBUILDS_IN_A_ROW = 3  # without a rollout in between after which all engines lived
+_MAX_REBUILDS_IN_A_ROW = 3  # in a row: no rollout in between left all engines alive
 
 
 class RolloutLost(Exception):
-    """The engines failed every trajectory; the rollout is made again once there is a live one."""
+    """The engines failed every trajectory; the rollout is retried once there is a live one."""
 
 
 class EngineLife:
-    """One engine and the learner that it samples for.
+    """
+    One engine and the learner that it samples for.
 
     Args:
         engine: the name of the engine that is built here, or an engine that the caller closes.
-        learner: the model as it is now, without accelerate's wrappers.
-        save_state: saves a checkpoint and says where; None where there is nothing to save.
+        learner: returns the current model, without accelerate's wrappers.
+        save_state: saves a checkpoint and returns its folder; None where there is nothing to save.
 
     Attributes:
-        sync_seconds: what the syncs so far took together.
-        num_rebuilds: engines that were built in the place of a dead one.
+        sync_seconds: seconds that all syncs so far took.
+        num_rebuilds: engines that were built in place of a dead one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EngineLife:
         self._save_state = save_state
         self._name = engine if isinstance(engine, str) else None
         self._is_current = False
-        self._verdict: str | None = None  # why the engine counts as dead, whatever it says
+        self._verdict: str | None = None  # why the engine counts as dead, whatever it reports
         self._num_rebuilds_in_a_row = 0
         self.num_rebuilds = 0
         self._is_asleep = False
@@ -65,16 +65,16 @@ class EngineLife:
         self.engine = self._build(engine) if isinstance(engine, str) else engine
 
     def sync(self) -> dict[str, float]:
-        """Give the engine the learner's current weights; returns metrics.
+        """
+        Sync the learner's current weights to the engine; return metrics.
 
-        An engine that sleeps is left asleep and gets them when it is needed: they would take the
-        memory that the learner is using.
+        A sleeping engine stays asleep and gets them when it is needed: they would take memory that the learner uses.
 
         Raises:
             EngineDeadError: the engine is dead.
         """
         if self._is_asleep:
-            self.engine.policy_version += 1
+            self.engine.advance_policy_version()
             return {}
         return self._load()
 
@@ -89,60 +89,63 @@ class EngineLife:
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
     def after_step(self) -> dict[str, float]:
-        """The learner has moved on. A dead engine is left to `ensure_current`; returns metrics."""
+        """Sync after an optimizer step, and return metrics. A dead engine is left to `ensure_current`."""
         self._is_current = False
         if not self._is_dead_anywhere():
-            with contextlib.suppress(EngineDeadError):  # it died just now
+            with contextlib.suppress(EngineDeadError):  # it has just died
                 return self.sync()
-        self.engine.policy_version += 1  # of the weights that its successor will hold
+        self.engine.advance_policy_version()  # its successor will hold the weights
         return {}
 
     def ensure_current(self) -> dict[str, float]:
-        """Before a rollout: a live engine, synced if the learner may have changed since.
+        """
+        Before a rollout, make sure of a live engine, and sync it if the learner may have changed.
 
         Returns:
             Metrics.
 
         Raises:
-            EngineDeadError: the engine is dead and not to be replaced; says where the state is.
+            EngineDeadError: the engine is dead and must not be replaced; says where the state is saved.
         """
         if self._is_dead_anywhere():
             self._replace()
         if not self._is_current:
-            with contextlib.suppress(EngineDeadError):  # so the rollout will be lost
+            with contextlib.suppress(EngineDeadError):  # then the rollout is lost
                 return self._load()
         return {}
 
     def rollout_done(self) -> None:
-        """Before the learner's forward pass: a sleeping engine's memory is the learner's."""
+        """Let the engine sleep, if it is set to, before the learner's forward pass needs the memory."""
         if self._args.vllm_enable_sleep_mode and self._death is None:
             self.engine.sleep()
             self._is_current, self._is_asleep = False, True
 
     def is_lost(self, trajectories: Sequence[Trajectory]) -> bool:
-        """After a rollout: whether the engines failed every trajectory of all processes.
+        """
+        Return whether the engines failed every trajectory of all processes.
 
-        An engine that failed all of its own counts as dead, whatever it says.
+        An engine that failed all of its own counts as dead, whatever it reports.
         """
         begun = [t for t in trajectories if t.stop_reason is not StopReason.ENVIRONMENT_ERROR]
         errors = [t.error for t in begun if t.stop_reason is StopReason.ENGINE_ERROR]
         if errors and len(errors) == len(begun):
             self._verdict = f"it failed all {len(errors)} trajectories, the first with: {errors[0]}"
-        dead, some_failed, none_answered = self._on_all(
-            self._death is not None, bool(errors), len(errors) == len(begun)
+        dead, some_failed, none_answered = gather_flags(
+            self._accelerator, self._death is not None, bool(errors), len(errors) == len(begun)
         )
         if not any(dead):
             self._num_rebuilds_in_a_row = 0
         return any(some_failed) and all(none_answered)
 
     def learner_changed(self, num_steps: int = 0) -> None:
-        """The learner's weights are not the engine's any more, or nobody knows.
+        """
+        Note that the engine may not have the learner's weights any more.
 
         Args:
-            num_steps: that the learner has made. Versions of a resumed run go on from there.
+            num_steps: optimizer steps made so far. The versions of a resumed run go on from there.
         """
         self._is_current = False
-        self.engine.policy_version = max(self.engine.policy_version, num_steps)
+        self.engine.advance_policy_version(to_at_least=num_steps)
 
     def close(self) -> None:
         """Close the engine if it was built here."""
@@ -156,15 +159,10 @@ class EngineLife:
         return self._verdict or self.engine.death
 
     def _is_dead_anywhere(self) -> bool:
-        return any(self._on_all(self._death is not None)[0])
-
-    def _on_all(self, *flags: bool) -> list[list[bool]]:
-        """Of each flag, what it is on each process."""
-        mine = torch.tensor([flags], device=self._accelerator.device)
-        return self._accelerator.gather(mine).T.tolist()
+        return any(gather_flags(self._accelerator, self._death is not None)[0])
 
     def _replace(self) -> None:
-        """A new engine on all processes: a sharded learner's weights are gathered by all together."""
+        """Rebuild the engine on all processes: only together can they gather a sharded learner's weights."""
         death = self._death or "it lives, but not those of all other processes"
         if self._name is None or self._args.on_engine_death == "stop":
             self._stop(death)
@@ -176,22 +174,22 @@ class EngineLife:
             f"Warning: the rollout engine is dead ({death}); building a new one."
         )
         failure = self._rebuild(self._name)
-        if any(self._on_all(failure is not None)[0]):
+        if any(gather_flags(self._accelerator, failure is not None)[0]):
             self._stop(death, f"A new one could not be built: {failure}")
 
     def _rebuild(self, name: str) -> str | None:
-        """Put a new engine in the old one's place; returns what went wrong."""
+        """Put a new engine in place of the old one; return what went wrong, or None."""
         version = self.engine.policy_version
         try:
             self.engine.close()
-        except Exception as error:  # what killed it may also keep it from ending well
+        except Exception as error:  # what killed it may also break its `close`
             self._accelerator.print(f"Warning: the dead engine did not close: {error}")
         try:
             self.engine = self._build(name)
             self.engine.update_policy(self._learner())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        self.engine.policy_version = version
+        self.engine.advance_policy_version(to_at_least=version)
         self._verdict = None
         self._is_current, self._is_asleep = True, False
         return None
@@ -213,12 +211,14 @@ class EngineLife:
         if name == "vllm":
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
             options["sleep_mode"] = self._args.vllm_enable_sleep_mode
-        options |= self._args.rollout_engine_kwargs or {}
+        # `TrainingArguments` has parsed a string
+        options |= cast(dict[str, Any], self._args.rollout_engine_kwargs or {})
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
 
 
 class SyncAfterSteps(TrainerCallback):
-    """After every optimizer step the learner's weights go to the engine.
+    """
+    Sync the learner's weights to the engine after every optimizer step.
 
     Args:
         learner_changed: called when training begins, with the steps made so far.

@@ -1,7 +1,7 @@
-"""Environments and users as the trainer has them: checked before training, scored by row.
+"""The tools, the environment and the simulated user of each dataset row.
 
-Owns what TRL's side needs to know of them. Invariant: no reward function sees a trajectory that
-failed, and what it says of the others reaches their own rows.
+Owns how they are checked before training and found by row. Invariant: trouble in making one of them
+ends its own trajectory only.
 """
 
 import functools
@@ -10,20 +10,46 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
-from torch import nn
-from trl.trainer.utils import is_async_callable
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.environments import Environments, Factory, StartedEnvironment, User
 from agent_vllm.errors import EnvironmentDefinitionError
-from agent_vllm.tools import Tool
-from agent_vllm.types import StopReason, Trajectory
+from agent_vllm.tools import Tool, row_function, select_tools, tools_by_name
+from agent_vllm.types import Trajectory
 from trl_integration.config import AgentGRPOConfig
 
-UserOfRow = Callable[[Mapping[str, Any]], User | None]
+Row = Mapping[str, Any]
+ToolFunctions = Sequence[Tool | Callable[..., Any]]
+UserOfRow = Callable[[Row], User | None]
 
-_UNSEEN = 0.0  # the trainer writes NaN over it
 _EXAMPLE = object()
+
+
+class RowTools:
+    """
+    The tools that each dataset row offers.
+
+    Args:
+        tools: the trainer's `tools`: those of every row, of which a row's `tools` column may pick, or a function from a
+            row to its own.
+    """
+
+    def __init__(self, tools: ToolFunctions | Callable[[Row], ToolFunctions] | None) -> None:
+        self._of_row = row_function(tools) if callable(tools) else None
+        self._tools = {} if callable(tools) else tools_by_name(tools)
+
+    def __bool__(self) -> bool:
+        return bool(self._tools) or self._of_row is not None
+
+    @property
+    def names(self) -> list[str]:
+        """The names that every row may offer."""
+        return list(self._tools)
+
+    def of(self, row: Row) -> ToolFunctions:
+        if self._of_row is not None:
+            return self._of_row(row)
+        return select_tools(row.get("tools"), self._tools)
 
 
 class RowEnvironments:
@@ -35,8 +61,8 @@ class RowEnvironments:
         user: the trainer's `user`.
 
     Attributes:
-        instances: the environment of each row of the latest rollout once it is scored, as reward functions get them; `None`
-            before, and where there are no environments.
+        instances: the environments of the latest rollout, one per row, once it is scored; `None` before, and where there
+            are none.
     """
 
     def __init__(
@@ -73,14 +99,14 @@ class RowEnvironments:
 
     def check(self, tool_names: Sequence[str], datasets: Mapping[str, Dataset]) -> None:
         """
-        What can be told before training.
+        Check what can be checked before training.
 
         Args:
-            tool_names: of the tools that every row is offered.
+            tool_names: the names of the tools that every row is offered.
             datasets: by the name of the trainer's argument.
 
         Raises:
-            EnvironmentDefinitionError: a name that two things have or that nothing has, or a column that `reset` refuses.
+            EnvironmentDefinitionError: a name is used twice or is unknown, or `reset` does not take a column.
         """
         if self._environments is not None:
             _check_names(self._environments, tool_names)
@@ -88,7 +114,7 @@ class RowEnvironments:
                 _check_rows(self._environments, argument, dataset)
 
     def for_trl(self) -> Factory | dict[str, Factory] | None:
-        """What TRL's constructor makes its examples of: those that are here already."""
+        """Return factories for TRL's constructor, which give it the examples that are here already."""
         if self._environments is None:
             return None
         factories = {
@@ -97,21 +123,19 @@ class RowEnvironments:
         }
         return factories if self._environments.is_routed else factories[None]
 
-    def isolated(self, reward_funcs: Sequence[Any]) -> list[Any]:
-        """The trainer's reward functions, TRL's calls of `get_reward` at their end, each made safe."""
-        types = [] if self._environments is None else self._environments.reward_types
-        users = reward_funcs[: len(reward_funcs) - len(types)]
-        own = [functools.partial(_own_reward, kind) for kind in types]
-        return [without_failures(function) for function in [*users, *own]]
+    @property
+    def reward_types(self) -> Sequence[type]:
+        """Types of environments that have a `get_reward`."""
+        return [] if self._environments is None else self._environments.reward_types
 
     def start(self, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> None:
-        """Reset an environment for each row; control tokens in what it says stay text."""
+        """Reset an environment per row; control tokens in its messages stay text."""
         self._rows, self.instances = rows, None
         if self._environments is not None:
             self._started = self._environments.start(rows, chat.as_data)
 
     def prompts(self) -> list[dict[str, Any]]:
-        """The column that the started environments change in their rows."""
+        """Return the column that the started environments change, per row."""
         return [{"prompt": started.messages} for started in self._started] or [{}] * len(self._rows)
 
     def tools(self, index: int) -> list[Tool]:
@@ -124,13 +148,13 @@ class RowEnvironments:
 
     @property
     def errors(self) -> list[str | None]:
-        """Why a row has no environment, None where it has all that it needs."""
+        """Why a row has no environment, per row; None where it has one or needs none."""
         return [started.error for started in self._started] or [None] * len(self._rows)
 
     def score(
         self, trajectories: list[Trajectory]
     ) -> tuple[list[Trajectory], dict[str, list[Any]]]:
-        """The trajectories, whose scoring may have failed, and the columns for reward functions."""
+        """Return the trajectories, failed where scoring failed, and columns for reward functions."""
         if self._environments is None:
             return trajectories, {}
         trajectories, rewards = self._environments.score(trajectories)
@@ -179,73 +203,8 @@ def _check_rows(environments: Environments, argument: str, dataset: Dataset) -> 
             ) from error
 
 
-def _own_reward(
-    kind: type, /, environments: Sequence[Any], environment_reward: Sequence[float | None], **_: Any
-) -> list[float | None]:
-    pairs = zip(environments, environment_reward, strict=True)
-    return [reward if type(environment) is kind else None for environment, reward in pairs]
-
-
-def without_failures(function: Any) -> Any:
-    """
-    The same reward function, called with the rows whose trajectories did not fail.
-
-    Reward models stay as they are: they read nothing but messages.
-    """
-    if isinstance(function, nn.Module):
-        return function
-
-    if is_async_callable(function):
-
-        async def score_async(**columns: Any) -> list[Any]:
-            rows = _Rows(columns)
-            return rows.spread(await function(**rows.shown) if rows.kept else [])
-
-        return score_async
-
-    def score(**columns: Any) -> list[Any]:
-        rows = _Rows(columns)
-        return rows.spread(function(**rows.shown) if rows.kept else [])
-
-    return score
-
-
-class _Rows:
-    """The columns of a batch, those of failed trajectories taken out."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        reasons = columns["stop_reason"]
-        self._num_rows = len(reasons)
-        self.kept = [i for i, reason in enumerate(reasons) if not StopReason(reason).is_failure]
-        self.shown = {name: self._of_kept(value) for name, value in columns.items()}
-        self._log_extra = columns["log_extra"]
-        self.shown["log_extra"] = self._log_column
-
-    def _of_kept(self, value: Any) -> Any:
-        return [value[index] for index in self.kept] if isinstance(value, list) else value
-
-    def _log_column(self, column: str, values: Sequence[Any]) -> None:
-        self._log_extra(column, self._with_gaps(values, None))
-
-    def spread(self, rewards: Any) -> list[Any]:
-        """The rewards at their rows' places."""
-        rewards = list(rewards)
-        if len(self.kept) == self._num_rows:
-            return rewards
-        if len(rewards) != len(self.kept):
-            raise ValueError(
-                f"A reward function must return one reward for each completion, got {len(rewards)} for "
-                f"{len(self.kept)} completions."
-            )
-        return self._with_gaps(rewards, _UNSEEN)
-
-    def _with_gaps(self, values: Sequence[Any], gap: Any) -> list[Any]:
-        at_rows = dict(zip(self.kept, values, strict=True))
-        return [at_rows.get(row, gap) for row in range(self._num_rows)]
-
-
 class RowUser:
-    """A row's simulated user, made when it is first asked: trouble in making it is its trajectory's own."""
+    """A row's simulated user, built on its first call, so that an error in building it ends only its trajectory."""
 
     def __init__(self, user_of_row: UserOfRow, row: Mapping[str, Any]) -> None:
         self._user_of_row = user_of_row

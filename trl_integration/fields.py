@@ -1,19 +1,28 @@
-"""Trajectories to the fields that TRL's GRPO trainer works with. Pure: no trainer, no tensors.
+"""Trajectories as the fields of TRL's trainers, and where every sampled token went.
 
-Invariant: `tool_mask` is 1 exactly where a token was sampled and is trained.
+Invariants: `tool_mask` is 1 exactly where a token was sampled and may be trained; sampled tokens =
+trained + truncated + failed + unscorable, where trained tokens are counted in the loss's mask.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from agent_vllm.types import Trajectory
-from trl_integration.ledger import exclusion
+
+
+class Exclusion(StrEnum):
+    """Why no token of a trajectory is trained."""
+
+    FAILED = "failed"  # its engine, user or environment failed
+    TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
+    UNSCORABLE = "unscorable"  # every reward function returned None for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TRLFields:
-    """One list entry a row, in the trajectories' order.
+    """One list entry per row, in the order of the trajectories.
 
     Legend: P prompt tokens, C completion tokens of the row.
     """
@@ -29,19 +38,36 @@ class TRLFields:
         return [sum(mask) for mask in self.tool_mask]
 
 
-def to_trl(
-    trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool = False
-) -> TRLFields:
-    """TRL's view of finished trajectories.
-
-    A row without completion tokens is given one pad token with mask 0: TRL's tensors need a column,
-    and a mask of zeros keeps it out of every sum.
+def exclusion(trajectory: Trajectory, *, mask_truncated: bool = False) -> Exclusion | None:
+    """Return why a trajectory must not be trained, as far as its ending tells; None if it may be.
 
     Args:
-        mask_truncated: leave whole trajectories out of the loss whose stop reason says that the
-            model was cut off (TRL's `mask_truncated_completions`).
+        mask_truncated: exclude trajectories that were cut off (TRL's `mask_truncated_completions`).
     """
-    rows = [_row(t, pad_token_id, mask_truncated) for t in trajectories]
+    if trajectory.stop_reason.is_failure:
+        return Exclusion.FAILED
+    if mask_truncated and trajectory.stop_reason.is_truncated:
+        return Exclusion.TRUNCATED
+    return None
+
+
+def to_trl(
+    trajectories: Sequence[Trajectory],
+    pad_token_id: int,
+    exclusions: Sequence[Exclusion | None],
+) -> TRLFields:
+    """Convert finished trajectories to TRL's fields.
+
+    A row without completion tokens gets one pad token with mask 0: TRL's tensors need a column, and
+    the mask keeps it out of every sum.
+
+    Args:
+        exclusions: one per trajectory; the mask of an excluded one is 0 everywhere.
+    """
+    rows = [
+        _row(trajectory, pad_token_id, reason is not None)
+        for trajectory, reason in zip(trajectories, exclusions, strict=True)
+    ]
     return TRLFields(
         prompt_ids=[t.prompt_ids for t in trajectories],
         completion_ids=[ids for ids, _, _ in rows],
@@ -52,24 +78,32 @@ def to_trl(
 
 
 def _row(
-    trajectory: Trajectory, pad_token_id: int, mask_truncated: bool
+    trajectory: Trajectory, pad_token_id: int, is_excluded: bool
 ) -> tuple[list[int], list[int], list[float]]:
     ids, mask = trajectory.completion_ids, trajectory.completion_mask
     if not ids:
         return [pad_token_id], [0], [0.0]
-    if exclusion(trajectory, mask_truncated=mask_truncated) is not None:
-        mask = [0] * len(ids)
-    return ids, mask, trajectory.logprobs
+    return ids, [0] * len(ids) if is_excluded else mask, trajectory.logprobs
 
 
-def reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """What reward functions get beside the dataset's columns, one entry a row."""
-    return {
-        "stop_reason": [t.stop_reason.value for t in trajectories],
-        "turn_outputs": [t.turn_outputs for t in trajectories],
-        "num_turns": [t.num_turns for t in trajectories],
-        "num_calls": [len(t.tool_results) for t in trajectories],
-        "num_invalid_calls": [
-            sum(result.status == "invalid" for result in t.tool_results) for t in trajectories
-        ],
-    }
+def token_ledger(
+    trajectories: Sequence[Trajectory], exclusions: Sequence[Exclusion | None], num_trained: int
+) -> dict[str, int]:
+    """Count the sampled tokens, the trained ones, and the excluded ones by reason.
+
+    Args:
+        num_trained: counted in the loss's mask.
+
+    Raises:
+        AssertionError: the counts do not add up, so the mask is wrong.
+    """
+    ledger = {"sampled": 0, "trained": num_trained, **dict.fromkeys(Exclusion, 0)}
+    for trajectory, reason in zip(trajectories, exclusions, strict=True):
+        ledger["sampled"] += trajectory.num_sampled_tokens
+        if reason is not None:
+            ledger[reason] += trajectory.num_sampled_tokens
+    num_excluded = sum(ledger[reason] for reason in Exclusion)
+    assert ledger["sampled"] == num_trained + num_excluded, (
+        f"token ledger does not add up: {ledger}"
+    )
+    return {str(name): count for name, count in ledger.items()}

@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop, put off while something must become whole.
+"""Delay signals that ask a run to stop while something must be finished.
 
-Invariant: a signal is delivered, once what was begun is done.
+Invariant: a delayed signal is delivered as soon as the work is done.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 @contextlib.contextmanager
 def interrupted_afterwards() -> Iterator[None]:
     """
-    Puts Ctrl-C and SIGTERM off until the block is done. Elsewhere than on the main thread, where signals don't arrive,
-    does nothing.
+    Delay Ctrl-C and SIGTERM until the block has ended. Only the main thread gets signals: on others, do nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
-"""Figures of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
+"""Metrics of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
 
-Names follow TRL's where TRL has one. Invariant: figures of all processes meet in one gather, after
-the rollout.
+Names follow TRL's where TRL has one. Invariant: the figures of all processes are gathered once,
+after the rollout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +15,7 @@ from agent_vllm.engines.base import EngineStats
 from agent_vllm.logprobs import logprob_gap
 from agent_vllm.spans import overlap_s
 from agent_vllm.types import StopReason, Trajectory
+from trl_integration.processes import gather
 
 _COLUMNS = (
     "prompt",
@@ -32,7 +33,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Figures:
-    """One process's part."""
+    """The figures of one process."""
 
     rows: list[list[float]]  # by `_COLUMNS`
     reasons: list[str]
@@ -50,14 +51,14 @@ def rollout_metrics(
     stats: EngineStats | None = None,
     num_retries: int = 0,
 ) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the prompt and sampled tokens of all processes together.
+    """Return metrics by name, and the number of prompt and sampled tokens of all processes.
 
     Lengths count sampled tokens, whether or not they are trained.
 
     Args:
         seconds: that the rollout took on this process.
-        stats: what the engine did for it, where the engine can tell.
-        num_retries: requests that were made once more.
+        stats: the engine's counts for it, if the engine keeps any.
+        num_retries: requests that were retried.
     """
     figures = _Figures(
         rows=[_row(t) for t in trajectories],
@@ -70,7 +71,7 @@ def rollout_metrics(
     )
     ranks: list[_Figures] = gather_object([figures])
     rows = torch.tensor([row for rank in ranks for row in rank.rows], dtype=torch.float64)
-    column = dict(zip(_COLUMNS, rows.T, strict=True))
+    column: dict[str, torch.Tensor] = dict(zip(_COLUMNS, rows.T, strict=True))
     metrics = {
         **_completion_metrics(column),
         **_rollout_metrics(column, ranks),
@@ -185,9 +186,9 @@ def _engine_metrics(stats: list[EngineStats]) -> dict[str, float]:
 
 
 def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[str, float]:
-    """The token ledger of all processes together."""
+    """Return the sum of the token ledgers of all processes."""
     local = torch.tensor([list(ledger.values())], device=accelerator.device)
-    counts = accelerator.gather(local).sum(dim=0).tolist()
+    counts = gather(accelerator, local).sum(dim=0).tolist()
     return {
         f"rollout/{name}_tokens": float(count) for name, count in zip(ledger, counts, strict=True)
     }
@@ -196,9 +197,9 @@ def ledger_metrics(ledger: Mapping[str, int], accelerator: Accelerator) -> dict[
 def correction_metrics(
     output: Mapping[str, torch.Tensor], accelerator: Accelerator
 ) -> dict[str, float]:
-    """TRL's means of its importance-sampling correction, each token counted once.
+    """Return the means of TRL's importance-sampling correction, each token counted once.
 
-    TRL averages them over processes, however many tokens each has.
+    TRL averages over processes, however many tokens each has.
 
     Args:
         output: of TRL's `_generate_and_score_completions`; tensors `[B, C]`, the ratio `[B, 1]` in
@@ -209,7 +210,7 @@ def correction_metrics(
     difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
     ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
     local = [difference.sum(), difference.numel(), ratios.sum(), ratios.numel()]
-    ranks = accelerator.gather(torch.tensor([local], device=accelerator.device))
+    ranks = gather(accelerator, torch.tensor([local], device=accelerator.device))
     difference_sum, num_tokens, ratio_sum, num_ratios = ranks.sum(dim=0).tolist()
     return {
         "sampling/sampling_logp_difference/mean": difference_sum / max(num_tokens, 1),
@@ -218,17 +219,17 @@ def correction_metrics(
 
 
 class GapMeter:
-    """The engine's logprobs against the learner's, while both hold the same weights."""
+    """Compare the engine's logprobs with the learner's while both hold the same weights."""
 
     def __init__(self) -> None:
         self._sampled_with: dict[str, int] = {}
 
     def expect(self, mode: str, policy_version: int) -> None:
-        """The latest rollout of this mode was made with this version."""
+        """Note the version that sampled the latest rollout of this mode."""
         self._sampled_with[mode] = policy_version
 
     def lag(self, mode: str, policy_version: int) -> int:
-        """By how many versions the learner has moved on since that rollout."""
+        """Return how many versions the learner has moved on since that rollout."""
         return policy_version - self._sampled_with[mode]
 
     def measure(
@@ -238,12 +239,12 @@ class GapMeter:
         mask: torch.Tensor,
         accelerator: Accelerator,
     ) -> dict[str, float]:
-        """Metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
+        """Return metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
         gap, count = logprob_gap(engine, learner, mask), mask.sum().item()
         local = torch.tensor(
             [[gap.mean * count, gap.kl * count, count, gap.max]], device=accelerator.device
         )
-        ranks = accelerator.gather(local)
+        ranks = gather(accelerator, local)
         total = ranks[:, 2].sum().clamp(min=1)
         return {
             "sampling/logprob_gap/mean": (ranks[:, 0].sum() / total).item(),

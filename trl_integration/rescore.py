@@ -1,7 +1,7 @@
-"""Recorded rollouts through the trainer's own code: rewards, advantages, tensors and loss.
+"""Score recorded rollouts with the trainer's own code: rewards, advantages, tensors and loss.
 
-Owns a trainer whose rollouts are read instead of made. Invariant: with the model and settings of
-the recorded run, what the loss is made of, and the loss, are those of that run to the last bit.
+Owns a trainer whose rollouts are read instead of sampled. Invariant: with the model and settings of
+the recorded run, the inputs of the loss and the loss itself equal those of that run to the last bit.
 """
 
 import tempfile
@@ -25,13 +25,14 @@ from agent_vllm.record import ReplayRolloutEngine, RolloutRecord, batch_name, to
 from agent_vllm.types import Trajectory
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.trainer import AgentGRPOTrainer
+from trl_integration.training_rollout import TrainingRollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rescored:
-    """What became of one recorded rollout. Lists and dim 0 of tensors have an entry a record."""
+    """Results for one recorded rollout. Lists and dim 0 of tensors have one entry per record."""
 
-    inputs: dict[str, torch.Tensor]  # what TRL's loss is made of
+    inputs: dict[str, torch.Tensor]  # the inputs of TRL's loss
     rewards: list[dict[str, float]]  # by function; NaN where it returned None
     loss: float
 
@@ -42,7 +43,7 @@ class RescoringTrainer(AgentGRPOTrainer):
 
     Args:
         reward_funcs (`Callable` or `list[Callable]`):
-            As in [`~trl.GRPOTrainer`]; they get what they got in the run, but environments.
+            As in [`~trl.GRPOTrainer`]; they get what they got in the run, except environments.
         args ([`AgentGRPOConfig`], *optional*):
             Settings of the loss and the advantages; batch sizes are taken from the record.
         model ([`~transformers.PreTrainedModel`], *optional*):
@@ -90,18 +91,19 @@ class RescoringTrainer(AgentGRPOTrainer):
         with torch.no_grad():
             loss = self._compute_loss(self.model, inputs).item()
         rewards = [
-            dict(zip(self.reward_func_names, row, strict=True)) for row in self._rewards.tolist()
+            dict(zip(self.reward_func_names, row, strict=True))
+            for row in self.rollout.rewards.tolist()
         ]
         return Rescored(inputs=inputs, rewards=rewards, loss=loss)
 
-    def _rollout(self, prompts: list[Any]) -> list[Trajectory]:
+    def _sample(self, rollout: TrainingRollout, prompts: list[Any]) -> list[Trajectory]:
+        """Read the trajectories instead of sampling them."""
         trajectories = [to_trajectory(record) for record in self._records]
-        self._rollout_s = max((s.end_s for t in trajectories for s in t.spans), default=0.0)
-        self._engine_stats, self._num_retries = None, 0
+        rollout.seconds = max((s.end_s for t in trajectories for s in t.spans), default=0.0)
         return trajectories
 
     def _give_up_rollout(self) -> None:
-        """What was lost is scored as it was."""
+        """Score a lost rollout as it is."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any
@@ -120,7 +122,7 @@ class RescoringTrainer(AgentGRPOTrainer):
 
 
 def rescoring_config(**settings: Any) -> AgentGRPOConfig:
-    """Settings for a replay on a CPU, which writes nothing."""
+    """Return settings for scoring on a CPU, which write nothing."""
     defaults = {
         "output_dir": tempfile.gettempdir(),
         "use_cpu": True,

@@ -2,8 +2,8 @@
 
 `tool` describes them, `selection` picks those of a dataset row, `runner` runs calls on `workers`
 (threads and event loops), `isolation` runs each call in a process of its own, `mcp` connects to a
-server's tools, `results` encodes what comes
-back as text. Knows nothing of chats, tokens or engines.
+server's tools, `results` encodes what comes back as text. Knows nothing of chats, tokens or
+engines.
 """
 
 from agent_vllm.tools.isolation import isolated

@@ -34,7 +34,7 @@ def select_tools(column: Any, tools: Mapping[str, Tool]) -> list[Tool]:
 
 def _tool_of(entry: Any, tools: Mapping[str, Tool]) -> Tool:
     schema = _without_none(entry) if isinstance(entry, Mapping) else None
-    name = entry if schema is None else schema.get("function", {}).get("name")
+    name: Any = entry if schema is None else schema.get("function", {}).get("name")
     if name not in tools:
         raise ToolDefinitionError(
             f"A row's `tools` column names {name!r}, for which the trainer has no function. Its "

@@ -29,7 +29,8 @@ from agent_vllm.inspect.doctor.subject import SubjectState
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE
 from agent_vllm.logprobs import LogprobGap, logprob_gap, predicted_logprobs
 from agent_vllm.rollout import rollout_batch
-from agent_vllm.types import Limits, ParsedTurn, Trajectory
+from agent_vllm.settings import Limits
+from agent_vllm.types import ParsedTurn, Trajectory
 
 NUM_GENERATIONS = 4
 TEMPERATURE = 0.8  # not 1: logprobs of another distribution than the one sampled from would show

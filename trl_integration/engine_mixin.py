@@ -1,0 +1,103 @@
+"""EngineMixin: a TRL trainer that keeps a rollout engine on its model's weights.
+
+Owns the methods of [`~transformers.Trainer`] at which weights or checkpoints change. Invariant: after
+an optimizer step, before training and before an evaluation, the engine is told.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from agent_vllm.engines import RolloutEngine
+from trl_integration.config import AgentGRPOConfig
+from trl_integration.engine_life import EngineLife, SyncAfterSteps
+from trl_integration.interrupts import interrupted_afterwards
+
+
+class EngineMixin(Trainer):
+    """
+    [`~transformers.Trainer`] with a rollout engine.
+
+    Attributes:
+        engine_life ([`EngineLife`]): the engine and what happens to it during the run.
+    """
+
+    args: AgentGRPOConfig
+    model: PreTrainedModel
+    engine_life: EngineLife
+    _metrics: dict[str, defaultdict[str, list[float]]]  # TRL's log, by mode
+    _tokenizer: PreTrainedTokenizerBase
+
+    def _start_engine(self, engine: str | RolloutEngine) -> None:
+        self.engine_life = EngineLife(
+            engine,
+            args=self.args,
+            accelerator=self.accelerator,
+            tokenizer=self._tokenizer,
+            learner=lambda: self.accelerator.unwrap_model(self.model),
+            save_state=self._save_state,
+        )
+        self.add_callback(
+            SyncAfterSteps(
+                self.engine_life.learner_changed,
+                lambda: self._append_metrics("train", self.engine_life.after_step()),
+            )
+        )
+
+    @property
+    def rollout_engine(self) -> RolloutEngine:
+        return self.engine_life.engine
+
+    def sync_engine(self) -> int:
+        """
+        Give the engine the learner's current weights.
+
+        Returns:
+            `int`: the engine's new policy version.
+        """
+        self._append_metrics("train", self.engine_life.sync())
+        return self.rollout_engine.policy_version
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not self.is_in_train:  # outside of training, weights may change without notice
+            self.engine_life.learner_changed()
+        return super().evaluate(*args, **kwargs)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _append_metrics(self, mode: str, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    # ---- checkpoints ----
+
+    @property
+    def _output_dir(self) -> str:
+        if self.args.output_dir is None:
+            raise ValueError("`output_dir` must be a folder, got None.")
+        return self.args.output_dir
+
+    def _save_state(self) -> str | None:
+        """Save a checkpoint beside those of the steps; return its folder, None outside of training."""
+        if not self.is_in_train:
+            return None
+        self._save_checkpoint(self.model, trial=None)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        return os.path.join(self._output_dir, name)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with interrupted_afterwards():  # a run can't be resumed from half a checkpoint
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.args.device.type == "cpu":
+            # accelerate numbers the CPUs of several ranks, and torch can't load to "cpu:1"
+            vars(self.args)["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
