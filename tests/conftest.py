@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import importlib.util
 
 import pytest
+import trainers
 from browser import browser
 from fakes import chatml_tokenizer
 from records import read, record_real, report_of
@@ -81,6 +82,28 @@ def vllm_engine(agent_path):
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     with VLLMRolloutEngine(model, tokenizer) as engine:
         yield engine
+
+
+@pytest.fixture
+def new_trainer(agent, tmp_path, request):
+    """Build real trainers on the small agent; they are closed after the test.
+
+    The engine is "torch", "vllm" (the shared one), "own vllm" or an engine; other arguments are
+    those of `trainers.build`.
+    """
+    built = []
+
+    def new(engine="torch", **changes):
+        if engine == "vllm":
+            engine = request.getfixturevalue("vllm_engine")
+        elif engine == "own vllm":
+            engine = "vllm"
+        built.append(trainers.build(agent, tmp_path / "out", engine, **changes))
+        return built[-1]
+
+    yield new
+    for trainer in built:
+        trainer.close()
 
 
 @pytest.fixture(scope="module")

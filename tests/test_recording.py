@@ -6,7 +6,8 @@ import pytest
 import torch
 from fakes import observed, sampled, trajectory
 from paths import DOCS
-from test_replay import REWARDS, TOOLS, fresh, rows, settings
+from test_replay import settings
+from trainers import REWARDS, TOOLS, fresh, rows
 from transformers import AutoTokenizer
 
 from agent_vllm.engines.base import EngineStats
@@ -23,7 +24,7 @@ def train(agent_path, folder, trainer_options=None, **changes):
     model, tokenizer = fresh(agent_path)
     args = settings(folder, save_strategy="no", logging_steps=1, learning_rate=5e-4, **changes)
     trainer = AgentGRPOTrainer(
-        model, REWARDS, args, rows(), rows(2), tokenizer, tools=TOOLS, rollout_engine="torch",
+        model, REWARDS, args, rows(8), rows(2), tokenizer, tools=TOOLS, rollout_engine="torch",
         **(trainer_options or {}),
     )  # fmt: skip
     trainer.train()

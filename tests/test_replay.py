@@ -2,18 +2,8 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from fakes import ADD, add, call, tail, user
-from tiny_tasks import (
-    SMALL_KINDS,
-    calculator,
-    correct_reward,
-    format_reward,
-    get_price,
-    get_weather,
-    make_tasks,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from trainers import REWARDS, TOOLS, config, fresh, rows
 
 from agent_vllm import StopReason, collate, rollout_batch
 from agent_vllm.cli import main
@@ -21,11 +11,8 @@ from agent_vllm.errors import EngineError, RecordError
 from agent_vllm.inspect import RolloutRecorder, read_rollouts, to_trajectory
 from agent_vllm.inspect.record import trajectory_record
 from agent_vllm.inspect.replay import ReplayRolloutEngine, recorded_tools
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOTrainer
 from trl_integration.replay import ReplayTrainer, replay_config
-
-TOOLS = [calculator, get_weather, get_price]
-REWARDS = [correct_reward, format_reward]
 
 
 def story(trajectory):
@@ -36,21 +23,16 @@ def story(trajectory):
 
 
 def settings(folder, **changes):
-    return AgentGRPOConfig(
+    return config(
+        folder,
         **{
-            "output_dir": str(folder),
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 120,
             "max_turns": 4,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
+            "save_strategy": "steps",
+            "learning_rate": 1e-6,
+            "logging_steps": 10,
             "record_rollouts": True,
             **changes,
-        }
+        },
     )
 
 
@@ -60,7 +42,7 @@ class Step:
     def __init__(self, agent, args, engine="torch", tools=TOOLS):
         model, tokenizer = agent
         self.trainer = AgentGRPOTrainer(
-            model, REWARDS, args, rows(), processing_class=tokenizer, tools=tools,
+            model, REWARDS, args, rows(8), processing_class=tokenizer, tools=tools,
             rollout_engine=engine,
         )  # fmt: skip
         self.trainer.current_gradient_accumulation_steps = 1
@@ -69,15 +51,6 @@ class Step:
         self.inputs = self.trainer._generate_and_score_completions(batch)
         self.loss = self.trainer._compute_loss(self.trainer.model, self.inputs)
         self.trainer.close()
-
-
-def rows(num_rows=8):
-    return Dataset.from_list(make_tasks("train", num_rows, kinds=SMALL_KINDS))
-
-
-def fresh(agent_path):
-    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
-    return model, AutoTokenizer.from_pretrained(agent_path)
 
 
 def different(inputs, others):

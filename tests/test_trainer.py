@@ -9,15 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import call
-from tiny_tasks import (
-    SMALL_KINDS,
-    calculator,
-    correct_reward,
-    format_reward,
-    get_price,
-    get_weather,
-    make_tasks,
-)
+from tiny_tasks import correct_reward, get_price, get_weather, make_tasks
+from trainers import REWARDS, TOOLS, rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,75 +19,21 @@ from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionErro
 from agent_vllm.inspect import read_rollouts
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.testing import ScriptedRolloutEngine
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOTrainer
 
-TOOLS = [calculator, get_weather, get_price]
 GAP = 5e-5  # against TRL's own chunked forward; against a plain one see test_parity.py
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-def rows(num_rows=16, split="train"):
-    return Dataset.from_list(make_tasks(split, num_rows, kinds=SMALL_KINDS))
-
-
-def config(**changes):
-    return AgentGRPOConfig(
-        **{
-            "max_steps": 2,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 120,
-            "max_turns": 4,
-            "learning_rate": 5e-4,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            **changes,
-        }
-    )
-
-
 @pytest.fixture
-def make_trainer(agent, tmp_path, request):
-    """Builds trainers on the small agent; `engine` is "torch", "vllm" (the shared one),
-    "own vllm" or one."""
-    model, tokenizer = agent
-    trainers = []
+def make_trainer(new_trainer):
+    """Builds trainers on the small agent; see `new_trainer`."""
 
-    def make(engine="torch", trainer_class=AgentGRPOTrainer, args=None, **changes):
-        settings = {name: changes.pop(name) for name in list(changes) if hasattr_config(name)}
-        if engine == "vllm":
-            engine = request.getfixturevalue("vllm_engine")
-        elif engine == "own vllm":
-            engine = "vllm"
-        arguments = {
-            "model": model,
-            "reward_funcs": [correct_reward, format_reward],
-            "train_dataset": rows(),
-            "processing_class": tokenizer,
-            "tools": TOOLS,
-            **changes,
-        }
-        trainers.append(
-            trainer_class(
-                args=args or config(**{"output_dir": str(tmp_path / "out"), **settings}),
-                rollout_engine=engine,
-                **arguments,
-            )
-        )
-        return trainers[-1]
+    def make(engine="torch", **changes):
+        defaults = {"max_steps": 2, "max_turns": 4, "reward_funcs": REWARDS, "tools": TOOLS}
+        return new_trainer(engine, **{**defaults, **changes})
 
-    yield make
-    for trainer in trainers:
-        trainer.close()
-
-
-def hasattr_config(name):
-    return name in AgentGRPOConfig.__dataclass_fields__
+    return make
 
 
 def parameters(model):
@@ -156,7 +95,7 @@ def test_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(make_
     recorder = VersionRecorder()
     trainer = make_trainer(
         engine,
-        RecordingTrainer,
+        trainer_class=RecordingTrainer,
         callbacks=[recorder],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
