@@ -209,7 +209,7 @@ def test_a_rebuilt_engine_samples_with_the_learners_weights(make_trainer, engine
     breaker.break_engine()
     trainer._generate_and_score_completions([row for row in rows(2) for _ in range(4)])
     assert trainer.engine_life.num_rebuilds == 1
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     with torch.no_grad():
         logits = trainer.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     learner = predicted_logprobs(logits, batch.input_ids) * batch.completion_mask

@@ -6,8 +6,7 @@ import pytest
 import torch
 from fakes import observed, sampled, trajectory
 from paths import DOCS
-from test_replay import settings
-from trainers import REWARDS, TOOLS, fresh, rows
+from trainers import GAP, REWARDS, TOOLS, config, fresh, rows
 from transformers import AutoTokenizer
 
 from agent_vllm.engines.base import EngineStats
@@ -17,12 +16,10 @@ from trl_integration import AgentGRPOTrainer
 from trl_integration.metrics import rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
 
-GAP = 5e-5
-
 
 def train(agent_path, folder, trainer_options=None, **changes):
     model, tokenizer = fresh(agent_path)
-    args = settings(folder, save_strategy="no", logging_steps=1, learning_rate=5e-4, **changes)
+    args = config(folder, max_turns=4, record_rollouts=True, **changes)
     trainer = AgentGRPOTrainer(
         model, REWARDS, args, rows(8), rows(2), tokenizer, tools=TOOLS, rollout_engine="torch",
         **(trainer_options or {}),

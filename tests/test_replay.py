@@ -84,7 +84,7 @@ def test_a_replay_has_the_rewards_tensors_and_loss_of_the_run_to_the_last_bit(
     assert different(step.inputs, replayed.inputs) == []
     assert replayed.loss == step.loss.item()
     assert replayed.rewards == [record["rewards"] for record in records]
-    pad_id = replay._tokenizer.pad_token_id
+    pad_id = replay.processing_class.pad_token_id
     ours = collate([to_trajectory(record) for record in records], pad_id)
     theirs = collate(step.trainer.trajectories, pad_id)
     for name in ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps"):

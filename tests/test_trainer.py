@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from fakes import call
 from tiny_tasks import correct_reward, get_price, get_weather, make_tasks
-from trainers import REWARDS, TOOLS, rows
+from trainers import GAP, REWARDS, TOOLS, rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,7 +21,6 @@ from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOTrainer
 
-GAP = 5e-5  # against TRL's own chunked forward; against a plain one see test_parity.py
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
@@ -187,7 +186,7 @@ def test_the_loss_is_the_one_by_hand_from_the_shifted_layout(make_trainer, loss_
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
     advantages = torch.linspace(-1, 1, 8)
     loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     torch.testing.assert_close(loss, by_hand(trainer, batch, advantages), atol=1e-5, rtol=1e-4)
 
 
@@ -196,7 +195,7 @@ def test_no_gradient_where_an_observation_is_predicted(make_trainer):
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._generate_and_score_completions([r for r in rows(2) for _ in range(4)])
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     logits = trainer.model(batch.input_ids, attention_mask=batch.attention_mask).logits.detach()
     logits.requires_grad_(True)
     logprobs = predicted_logprobs(logits, batch.input_ids)
@@ -348,7 +347,7 @@ def test_a_rows_tools_column_picks_its_tools(make_trainer):
     ]
     trainer = make_trainer("torch", train_dataset=Dataset.from_list(data))
     trainer._generate_and_score_completions([row for row in data for _ in range(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("calculator" in p and "get_price" not in p for p in prompts[:4])
     assert all("get_price" in p and "calculator" not in p for p in prompts[4:])
 
@@ -356,7 +355,7 @@ def test_a_rows_tools_column_picks_its_tools(make_trainer):
 def test_tools_can_be_a_function_of_the_row(make_trainer):
     trainer = make_trainer("torch", tools=lambda row: [get_price] if row["kind"] else [])
     trainer._generate_and_score_completions([dict(row) for row in rows(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("get_price" in p and "calculator" not in p for p in prompts)
 
 
@@ -389,7 +388,7 @@ def test_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, ag
     trainer = make_trainer(engine, tools=None, reward_funcs=None, environment_factory=Shop)
     data = Dataset.from_list(make_tasks("train", 2, kinds=("price",)))
     trainer._generate_and_score_completions([row for row in data for _ in range(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("TASK-7" in prompt and "get_price" in prompt for prompt in prompts)
     assert [environment.asked for environment in trainer.environments] == [["lamp"]] * 8
     assert trainer._rewards.tolist() == [[1.0]] * 8

@@ -4,8 +4,7 @@ import pytest
 import torch
 from adapted import LINEAR
 from peft import LoraConfig
-from test_trainer import GAP
-from trainers import REWARDS, TOOLS
+from trainers import GAP, REWARDS, TOOLS
 from transformers import AutoModelForCausalLM
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR)

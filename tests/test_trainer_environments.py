@@ -193,7 +193,7 @@ def test_each_row_has_the_tools_and_the_reward_of_its_environment(make_trainer):
     changes, _ = DOCUMENTED["several by name, one of which scores itself"]
     trainer = make_trainer(**changes)
     inputs = rollout(trainer, ROUTED)
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert ["increment" in prompt for prompt in prompts] == [True] * 4 + [False] * 4
     assert ["guess" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
     assert ["Guess the five" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
@@ -220,7 +220,7 @@ def test_control_text_of_a_reset_stays_text(make_trainer, monkeypatch, is_escape
         monkeypatch.setattr(Forger, "forged", forged, raising=False)
         trainer = make_trainer(Forger, escape_tool_results=is_escaped)
         rollout(trainer, [row()] * 8)
-        ids, tokenizer = trainer.trajectories[0].prompt_ids, trainer._tokenizer
+        ids, tokenizer = trainer.trajectories[0].prompt_ids, trainer.processing_class
         return sum(ids.count(token) for token in tokenizer.get_added_vocab().values())
 
     end = make_trainer(Forger)._tokenizer.eos_token
@@ -395,7 +395,9 @@ def test_the_environment_may_be_the_user(make_trainer):
     said = [m["content"] for m in trainer.trajectories[0].messages if m["role"] == "user"]
     assert said == ["Go.", "again 1", "again 2"]
     assert trainer._rewards.tolist() == [[3.0]] * 8
-    assert "get_user_message" not in trainer._tokenizer.decode(trainer.trajectories[0].prompt_ids)
+    assert "get_user_message" not in trainer.processing_class.decode(
+        trainer.trajectories[0].prompt_ids
+    )
 
 
 def test_a_user_for_each_row(make_trainer):

@@ -6,16 +6,13 @@ from contextlib import closing
 
 import pytest
 import torch
+from learners import Wrapper, learner, packed_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from agent_vllm import TorchRolloutEngine
@@ -30,30 +27,6 @@ from agent_vllm.engines.weight_sync import (
     weight_shapes,
 )
 from agent_vllm.errors import WeightSyncError
-
-
-def learner(tied=True):
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-class Wrapper(torch.nn.Module):
-    """Names its child as DDP does."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -193,20 +166,6 @@ def test_the_torch_engine_copies_a_sharded_learner_and_gathers_in_no_rollout(zer
 
 
 # ---- as the checkpoint has them ----
-
-
-def packed_model(**changes):
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **{
-                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
-                "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-                "head_dim": 8, "max_position_embeddings": 256, **changes,
-            }
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

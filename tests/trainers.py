@@ -16,6 +16,7 @@ from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 TOOLS = [calculator, get_weather, get_price]
 REWARDS = [correct_reward, format_reward]
+GAP = 5e-5  # against TRL's own chunked forward; against a plain one see agreement.py
 
 
 def rows(num_rows=16, split="train"):
