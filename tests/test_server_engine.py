@@ -20,8 +20,7 @@ from agreement import TOLERANCE, distance, sample
 from fake_vllm import eventually
 from paths import ROOT
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
-from trainers import GAP, REWARDS
-from trainers import TOOLS as ALL_TOOLS
+from trainers import GAP, REWARDS, TOOLS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_servers import is_free, left_in_group, listening_ports, real_servers
 
@@ -303,7 +302,7 @@ def test_the_trainer_trains_with_servers(new_trainer, servers):
     urls = [server.url for server in servers]
     trainer = new_trainer(
         "vllm-server", rollout_engine_kwargs={"base_urls": urls}, max_steps=2, max_turns=4,
-        reward_funcs=REWARDS, tools=ALL_TOOLS,
+        reward_funcs=REWARDS, tools=TOOLS,
     )  # fmt: skip
     before = trainer.rollout_engine.policy_version
     trainer.train()
