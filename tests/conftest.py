@@ -21,6 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_vllm.chat import ChatFormat
 from agent_vllm.testing import ScriptedRolloutEngine
 
+# Groups that take longest; they start first, so that no worker waits for another in the end.
+LONGEST = ("vllm", "test_server_engine.py", "test_ranks.py", "browser", "test_trainer.py")
+
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items):
@@ -30,8 +33,12 @@ def pytest_collection_modifyitems(items):
             if "vllm" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: rank(group_of(item)))  # else in their order
+
+
+def rank(group):
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
 
 def group_of(item):
