@@ -1,4 +1,4 @@
-# Two commands do everything: `make train` and `make test`. Both set up .venv first.
+# `make train` trains the tiny agent; `make test` runs the tests. Every target sets up .venv first.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -15,14 +15,16 @@ GOMP_SPINCOUNT ?= 0
 export OMP_WAIT_POLICY GOMP_SPINCOUNT
 
 TRAIN := $(BIN)/python examples/train_tool_agent.py
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 ARGS ?=
 
-# The server of `make serve`: the tiny agent, unless MODEL says another.
+# The server of `make serve`: the tiny agent, unless MODEL names another.
 PORT ?= 8000
 TINY_AGENT := from tiny_agent import tiny_agent_path; print(tiny_agent_path())
 MODEL ?= $(shell PYTHONPATH=examples $(BIN)/python -c "$(TINY_AGENT)" 2>/dev/null | tail -n 1)
 
-.PHONY: train test bench serve soak stops audit lint lock install clean
+.PHONY: train test e2e bench serve soak stops lint docs wheel wheel-check audit compat lock lock-cuda \
+	install clean
 
 train: export OMP_NUM_THREADS ?= 1
 train: install
@@ -30,8 +32,13 @@ train: install
 	$(TRAIN) $(ARGS) --control shuffled-advantages --output-dir runs/tiny-agent-control \
 		--compare-with runs/tiny-agent/summary.json
 
+# Every test that runs in pytest's own processes; `make e2e` runs the rest.
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not e2e" $(ARGS)
+
+# Tests of whole processes: training runs, ranks, servers, signals.
+e2e: install
+	$(PYTEST) -m e2e $(ARGS)
 
 bench: export OMP_NUM_THREADS ?= 1
 bench: install
@@ -41,7 +48,7 @@ bench: install
 serve: install
 	$(BIN)/agent-vllm serve $(MODEL) --port $(PORT) $(if $(ARGS),-- $(ARGS))
 
-# Many trajectories with faults by a seed: nothing lost, nothing left behind.
+# Many trajectories with seeded faults: nothing is lost, nothing is left behind.
 soak: export OMP_NUM_THREADS ?= 1
 soak: install
 	PYTHONPATH=tests:examples $(BIN)/python -m stress.soak --engine scripted --num-trajectories 20000 $(ARGS)
@@ -52,14 +59,31 @@ stops: export OMP_NUM_THREADS ?= 1
 stops: install
 	PYTHONPATH=tests:examples $(BIN)/python -m stress.stops $(ARGS)
 
-# Known vulnerabilities of the locked packages, where the registry tells of them.
-audit:
-	$(PYTHON) .ci/audit.py
-
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# The documentation site, in site/. A broken link or an undocumented public name is an error.
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: install
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Install the wheel in a fresh environment and use it from another folder.
+wheel-check: wheel
+	$(BIN)/python .ci/check_wheel.py
+
+# Known vulnerabilities of the locked packages, if the registry reports them.
+audit:
+	$(PYTHON) .ci/audit.py
+
+# The tests against the oldest and newest TRL, transformers and datasets; writes docs/compatibility.md.
+compat: install
+	$(BIN)/python .ci/compat.py $(ARGS)
 
 install: $(INSTALLED)
 
@@ -71,19 +95,28 @@ install: $(INSTALLED)
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-.venv/installed-cuda: requirements/data.txt pyproject.toml
+.venv/installed-cuda: requirements/cuda.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -e '.[cuda,mcp,peft,examples,dev]'
-	$(BIN)/pip install -q --no-deps -r requirements/data.txt
+	$(BIN)/pip install -q --no-deps --require-hashes -r requirements/cuda.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-# Every package of the CPU set-up but torch, with hashes. pyproject.toml says what is left out.
+# uv resolves the locks. It doesn't read pip's settings, so it gets pip's folder of wheels by name.
+LOCK = $(BIN)/uv pip compile pyproject.toml requirements/data.txt --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28 --extra mcp --extra peft --extra examples --extra docs \
+	--extra dev --system-certs --generate-hashes --no-annotate --no-header --quiet $(LOCK_ARGS)
+TORCH_CPU_FROM := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_CPU_INDEX))
+
+# Every package of the CPU setup except torch, with hashes.
 lock:
 	$(BIN)/pip install -q uv
-	$(BIN)/uv pip compile pyproject.toml requirements/data.txt -o requirements/cpu.lock \
-		--extra cpu --extra mcp --extra peft --extra examples --extra dev --python-version 3.11 \
-		--python-platform x86_64-manylinux_2_28 --extra-index-url $(TORCH_CPU_INDEX) \
-		--generate-hashes --no-emit-package torch --no-annotate --no-header $(LOCK_ARGS)
+	echo "$(TORCH_CPU)" | $(LOCK) --extra cpu --constraints - -o requirements/cpu.lock \
+		--excludes requirements/cpu-excludes.txt --no-emit-package torch $(TORCH_CPU_FROM) >/dev/null
+
+# Every package of the CUDA setup, torch included. Resolved without a GPU.
+lock-cuda:
+	$(BIN)/pip install -q uv
+	$(LOCK) --extra cuda -o requirements/cuda.lock >/dev/null
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build dist site

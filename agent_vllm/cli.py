@@ -1,38 +1,77 @@
 """The command line, `agent-vllm COMMAND` or `python -m agent_vllm COMMAND`.
 
-A command is a module with `HELP`, `add_arguments(parser)` and `run(args) -> exit status`; what it
-does, and the heavy imports it needs for that, are its own.
+A command is a module with `DESCRIPTION`, `add_arguments(parser)` and `run(args) -> exit status`.
+Its module and the heavy imports behind it are loaded only when the command is given.
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from agent_vllm import __version__
 from agent_vllm.errors import AgentVLLMError
 
-COMMANDS: dict[str, str] = {
-    "doctor": "agent_vllm.inspect.doctor",
-    "export": "agent_vllm.inspect.export",
-    "replay": "agent_vllm.inspect.replay_command",
-    "serve": "agent_vllm.engines.servers.serve",
-    "simulate": "agent_vllm.simulate.command",
-    "trace": "agent_vllm.inspect.trace",
-    "view": "agent_vllm.inspect.view",
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command: where it lives, and its line in `--help`."""
+
+    module: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "doctor": Command(
+        module="agent_vllm.inspect.doctor",
+        help="check a model, its chat template and its engines before training",
+    ),
+    "export": Command(
+        module="agent_vllm.record.export", help="write recorded rollouts as Parquet"
+    ),
+    "replay": Command(
+        module="trl_integration.replay_command",
+        help="rewards, tensors and loss of recorded rollouts, without an engine",
+    ),
+    "serve": Command(
+        module="agent_vllm.engines.server.launcher", help="start a vLLM server for rollouts"
+    ),
+    "simulate": Command(
+        module="agent_vllm.inspect.simulate.command",
+        help="predict step time and idle shares of a layout",
+    ),
+    "trace": Command(
+        module="agent_vllm.inspect.trace",
+        help="write recorded rollouts as a Chrome trace, for Perfetto",
+    ),
+    "view": Command(
+        module="agent_vllm.inspect.viewer.command", help="look at recorded rollouts in a browser"
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status is returned."""
-    parser = argparse.ArgumentParser(prog="agent-vllm", description="Tools around rollouts.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, module_name in COMMANDS.items():
-        module = importlib.import_module(module_name)
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    """Run one command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(arguments[:1]).parse_args(arguments)
     try:
         return args.run(args)
     except (AgentVLLMError, FileNotFoundError) as error:  # they say what to do
         sys.exit(f"agent-vllm: {error}")
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser that knows every command by name, and the given one's arguments."""
+    parser = argparse.ArgumentParser(prog="agent-vllm", description="Tools around rollouts.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        if name not in given:
+            commands.add_parser(name, help=command.help)
+            continue
+        module = importlib.import_module(command.module)
+        subparser = commands.add_parser(name, help=command.help, description=module.DESCRIPTION)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser

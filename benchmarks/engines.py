@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from agent_vllm import Limits, VLLMRolloutEngine, rollout_batch
+from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.vllm import cpu
-from agent_vllm.engines.weight_sync import named_weights
 from benchmarks.figures import (
     SHOWN,
     Figure,
@@ -73,7 +73,7 @@ def one_turn(engine: Any, ours: Setup, messages: Any, ids: Any, lengths: list[in
 
 def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
     """What our engine was built with, so that the peer differs in how it is driven alone."""
-    from agent_vllm.engines.vllm.process import VLLMOptions
+    from agent_vllm.engines.vllm.options import VLLMOptions
 
     options = VLLMOptions(
         dtype=torch.float32, max_model_len=engine.max_model_len, max_num_seqs=128,
@@ -88,7 +88,7 @@ class BareVLLM:
     def __init__(
         self, arguments: dict[str, Any], prompts: list[list[int]], lengths: list[int]
     ) -> None:
-        from agent_vllm.engines.host_state import host_process_kept
+        from agent_vllm.engines.vllm.host_state import host_process_kept
 
         with host_process_kept():
             from vllm import LLM
@@ -182,7 +182,7 @@ def weight_sync(quick: bool) -> list[Figure]:
 
 def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
     model, tokenizer = load_model(name)
-    weights = dict(named_weights(model))
+    weights = dict(LearnerWeights(model).tensors())
     tensors = list({weight.data_ptr(): weight for weight in weights.values()}.values())  # tied once
     copies = [torch.zeros_like(tensor) for tensor in tensors]
 

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from agent_vllm.inspect import RolloutRecorder
+from agent_vllm.record import RolloutRecorder
 from agent_vllm.types import Trajectory
 from benchmarks.figures import Figure, at_most, in_turns, medians, ratios
 from benchmarks.rollouts import reset_prefix_cache, rollout_all

@@ -1,4 +1,4 @@
-"""S1 and S2: what `agent_vllm simulate` says of a rollout and of a whole step, beside the clock."""
+"""S1 and S2: what `agent-vllm simulate` says of a rollout and of a whole step, beside the clock."""
 
 import statistics
 import tempfile
@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent_vllm.simulate import RateCurve, RecordedRun, Setup, Turn, predict, read_run
-from agent_vllm.simulate.rates import fit_rates
-from agent_vllm.simulate.recorded import timed_turns
+from agent_vllm.inspect.simulate import RateCurve, RecordedRun, Setup, Turn, predict, read_run
+from agent_vllm.inspect.simulate.rates import fit_rates
+from agent_vllm.inspect.simulate.recorded import timed_turns
 from benchmarks.figures import Figure, at_most, medians, ratios, seconds_of
 from benchmarks.learner import NUM_GENERATIONS, Clock, settings, trainer_arguments
 from benchmarks.rollouts import reset_prefix_cache, rollout_all, run_all

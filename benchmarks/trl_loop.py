@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_vllm.engines.host_state import host_process_kept
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner import LearnerWeights
+from agent_vllm.engines.vllm.host_state import host_process_kept
 from benchmarks.figures import Figure, at_least, at_most, seconds_of
 from benchmarks.learner import Clock, settings, trainer_arguments
 from benchmarks.work import Setup, forcing, model_folder, setup
@@ -127,6 +127,6 @@ def _train_trl(theirs: Setup, batch_size: int, latencies: list[str], folder: str
 
 def lent_sync(generation: Any) -> None:
     """In the place of `VLLMGeneration.sync_weights`."""
-    weights = dict(named_weights(generation.model))
+    weights = dict(LearnerWeights(generation.model).tensors())
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
     assert generation.llm.reset_prefix_cache()

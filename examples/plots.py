@@ -17,8 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from agent_vllm.inspect import RolloutRecord, read_batches
-from agent_vllm.inspect.read import batch_name
+from agent_vllm.record import RolloutRecord, batch_name, read_batches
 
 Log = Mapping[str, float]
 STOP_REASON = "rollout/stop_reason/"
@@ -89,9 +88,9 @@ def plot_gantt(batch: Sequence[RolloutRecord], path: Path, max_rows: int = 64) -
         for row, record in enumerate(batch[:max_rows]):
             for kind, colour in COLOURS.items():
                 bars = [
-                    (span["start_s"], span["end_s"] - span["start_s"])
+                    (span.start_s, span.end_s - span.start_s)
                     for span in record["spans"]
-                    if span["kind"] == kind
+                    if span.kind == kind
                 ]
                 axes.broken_barh(
                     bars, (row - 0.4, 0.8), color=colour, label=kind if not row else ""

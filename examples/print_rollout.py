@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from agent_vllm.inspect import RolloutRecord, read_rollouts
-from agent_vllm.inspect.schema import text_pieces
+from agent_vllm.record import RolloutRecord, read_rollouts
 
 # Plain SVG: rich's own template loads fonts from the network.
 SVG = """\
@@ -31,8 +30,8 @@ line-height: {line_height}px; }} {styles}</style>
 
 def coloured(record: RolloutRecord) -> Text:
     """The whole sequence; the brighter the green, the less likely the sampled token was."""
-    text = Text("".join(text_pieces(record, record["prompt_ids"])), style="grey50")
-    pieces = text_pieces(record, record["completion_ids"])
+    text = Text("".join(record.texts_of(record["prompt_ids"])), style="grey50")
+    pieces = record.texts_of(record["completion_ids"])
     columns = (pieces, record["completion_mask"], record["logprobs"])
     for piece, sampled, logprob in zip(*columns, strict=True):
         green = int(90 + 130 * (1 - math.exp(logprob)))

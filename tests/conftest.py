@@ -14,7 +14,8 @@ import pytest
 import trainers
 from browser import browser
 from fakes import chatml_tokenizer
-from records import read, record_real, report_of
+from learners import zero3_and_whole
+from records import page_of, read, record_real
 from tiny_agent import tiny_agent_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,6 +81,11 @@ def agent(agent_path):
     return model, AutoTokenizer.from_pretrained(agent_path)
 
 
+@pytest.fixture
+def zero3(monkeypatch):
+    return zero3_and_whole(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def vllm_engine(agent_path):
     """The real vLLM on this machine; tests that change its weights put their own in first."""
@@ -135,4 +141,4 @@ def real(agent_path, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(agent_path)
     path = record_real(tmp_path_factory.mktemp("real"), model, tokenizer)
-    return report_of(path), read(path)
+    return page_of(path), read(path)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from agent_vllm.engines.models import model_sizes
 
-EXTENSION = "agent_vllm.engines.servers.worker_extension.X"
+EXTENSION = "agent_vllm.engines.server.worker_extension.X"
 TOKEN = 20  # what it samples
 LOGITS = {20: 2.0, 21: 1.0, 22: 0.5, 23: -1.0, 24: -2.0}
 
@@ -66,7 +66,7 @@ class FakeServer(ThreadingHTTPServer):
                 "logprobs_mode": "processed_logprobs",
             },
             "parallel_config": {
-                "worker_extension_cls": "agent_vllm.engines.servers.worker_extension.X"
+                "worker_extension_cls": "agent_vllm.engines.server.worker_extension.X"
             },
             "weight_transfer_config": {"backend": "trainer_memory"},
         }

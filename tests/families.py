@@ -14,9 +14,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, ResponseTemplateParser, parse_hermes, response_templates
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.parsing import ResponseTemplateParser, parse_hermes, response_templates
 from agent_vllm.tools import Tool
 from agent_vllm.types import ToolCall, ToolResult
 

@@ -4,13 +4,12 @@ import json
 import random
 
 import torch
-from fakes import observed, sampled, trajectory
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
 
 from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, rollout_batch
-from agent_vllm.inspect import RolloutRecorder, read_rollouts
-from agent_vllm.inspect.view import write_report
+from agent_vllm.inspect.viewer import write_page
 from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.record import read_rollouts
 from trl_integration.recording import RecordedRollout, TrainingRecord
 
 TOOLS = [calculator, get_weather, get_price]
@@ -31,9 +30,9 @@ def read(path):
     return {record["id"]: record for record in read_rollouts(path)}
 
 
-def report_of(path):
+def page_of(path):
     output = path.with_suffix(".html")
-    write_report(path, output)
+    write_page(path, output)
     return output.as_uri()
 
 
@@ -43,36 +42,63 @@ def pick(records, wanted):
 
 def short_with_calls(records):
     """The shortest in which a turn follows a call."""
-    lines = [line for line in records.values() if len(line["turn_outputs"]) > 1]
+    lines = [line for line in records.values() if len(line.turns) > 1]
     return min(lines, key=lambda line: len(line["completion_ids"]))
 
 
 def record(record_id="t0", **fields):
-    """A trajectory with a turn that calls a tool, its result and an answer; `fields` differ."""
+    """A line with a turn that calls a tool, its result and an answer; `fields` differ."""
     messages = [
         {"role": "user", "content": "1 + 2?"},
         {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1, "b": 2})]},
         {"role": "tool", "name": "add", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     ]
-    segments = [sampled(3, 4), observed(5), sampled(6, 7)]
-    with RolloutRecorder("/dev/null") as recorder:
-        written = recorder._record(trajectory([1, 2], *segments), {})
     return {
-        **written,
+        "schema": 3,
         "id": record_id,
+        "session": 1,
+        "time": 1.0,
         "mode": "train",
+        **dict.fromkeys(("step", "rank", "rollout", "group", "generation"), 0),
+        **dict.fromkeys(("seed", "temperature", "max_model_len", "started", "error", "thinking")),
+        "tools": [],
         "rewards": {"right": 1.0},
         "advantage": 0.5,
         "trained": True,
+        "learner_logprobs": None,
+        "row": {},
+        "stop_reason": "answered",
         "messages": messages,
         "num_prompt_messages": 1,
-        "logprobs": [-0.5, -0.25, 0.0, -2.0, -0.125],
+        "prompt_ids": [1, 2],
+        "turns": [
+            turn([3, 4], [-0.5, -0.25], "<call>", calls=[("add", "3", "ok")], suffix=[5]),
+            turn([6, 7], [-2.0, -0.125], "It is 3."),
+        ],
         "token_texts": {str(i): f"t{i} " for i in range(1, 8)},
-        "turn_outputs": ["<call>", "It is 3."],
-        "tool_results": [{"name": "add", "content": "3", "status": "ok"}],
         **fields,
     }
+
+
+def turn(token_ids, logprobs, text="", *, calls=(), suffix=None, spans=()):
+    """A turn of a line; calls are (name, content, status), spans the model's, then the calls'."""
+    results = [dict(zip(("name", "content", "status"), result, strict=True)) for result in calls]
+    span, *call_spans = [*spans, *[None] * (1 + len(results) - len(spans))]
+    return {
+        "segment": {"token_ids": token_ids, "logprobs": logprobs, "policy_version": 0},
+        "text": text,
+        "span": span,
+        "calls": [
+            {"call": {"name": r["name"], "arguments": None}, "result": r, "span": call_span}
+            for r, call_span in zip(results, call_spans, strict=True)
+        ],
+        "suffix": suffix and {"token_ids": suffix},
+    }
+
+
+def span(kind, name, start_s, end_s):
+    return {"kind": kind, "name": name, "start_s": start_s, "end_s": end_s}
 
 
 def call(name, arguments):
@@ -153,7 +179,7 @@ EVIL = (
 def hostile_record(record_id):
     """The same text in every field that takes any, and numbers that JSON does not have."""
     message = {"role": EVIL, "name": EVIL, "content": EVIL, "reasoning_content": EVIL}
-    turn = {**message, "role": "assistant", "tool_calls": [call(EVIL, {EVIL: 2**70})]}
+    answer = {**message, "role": "assistant", "tool_calls": [call(EVIL, {EVIL: 2**70})]}
     return record(
         record_id,
         mode=EVIL,
@@ -163,12 +189,13 @@ def hostile_record(record_id):
         row={EVIL: EVIL, "__proto__": [EVIL]},
         tools=[EVIL],
         rewards={EVIL: float("nan"), "__proto__": 1.0},
-        messages=[message, {**message, "role": "user"}, turn, {**message, "role": "tool"}],
+        messages=[message, {**message, "role": "user"}, answer, {**message, "role": "tool"}],
         num_prompt_messages=2,
         token_texts={"1": EVIL, "2": "\ud83d", "3": "", "4": "\n\t ", "5": "\u202e"},
-        turn_outputs=[EVIL * 2],
-        tool_results=[{"name": EVIL, "content": EVIL, "status": "constructor"}],
-        spans=[{"kind": "tool", "name": EVIL, "start_s": 0.0, "end_s": 1.0}],
+        turns=[
+            turn([3, 4], [-0.5, -0.25], EVIL * 2, calls=[(EVIL, EVIL, "failed")], suffix=[5]),
+            turn([6, 7], [-2.0, -0.125], EVIL, spans=[span("model", EVIL, 0.0, 1.0)]),
+        ],
     )
 
 
@@ -192,15 +219,30 @@ def _long_record(i, num_tokens, vocabulary, rng):
         [min(int(rng.paretovariate(0.6) * 10), 29999) for _ in range(length)] for _ in range(13)
     ]
     texts = ["".join(vocabulary[token] for token in part) for part in parts]
-    mask = ([1] * length + [0] * length) * 6
-    logprobs = [-rng.expovariate(2) if bit else 0.0 for bit in mask]
+    turns = [
+        turn(
+            ids,
+            [-rng.expovariate(2) for _ in ids],
+            f"<turn>{text}",
+            calls=[("search", result, rng.choice(["ok", "ok", "failed"]))],
+            suffix=result_ids,
+            spans=[
+                span("model", f"turn {j}", 2 * j, 2 * j + 0.9),
+                span("tool", "search", 2 * j + 1, 2 * j + 1.9),
+            ][: rng.randint(0, 2)],
+        )
+        for j, (ids, result_ids, text, result) in enumerate(
+            zip(parts[1::2], parts[2::2], texts[1::2], texts[2::2], strict=True)
+        )
+    ]
+    logprobs = [x for t in turns for x in t["segment"]["logprobs"] + [0.0] * length]
     messages = [{"role": "user", "content": f"question {i} {texts[0]}"}]
-    for turn, result in zip(texts[1::2], texts[2::2], strict=True):
+    for text, result in zip(texts[1::2], texts[2::2], strict=True):
         messages += [
             {
                 "role": "assistant",
-                "content": turn,
-                "tool_calls": [call("search", {"text": turn[:60]})],
+                "content": text,
+                "tool_calls": [call("search", {"text": text[:60]})],
             },
             {"role": "tool", "name": "search", "content": result},
         ]
@@ -213,23 +255,7 @@ def _long_record(i, num_tokens, vocabulary, rng):
         advantage=rng.gauss(0, 1),
         messages=messages,
         prompt_ids=parts[0],
-        completion_ids=[token for part in parts[1:] for token in part],
-        completion_mask=mask,
-        logprobs=logprobs,
+        turns=turns,
         learner_logprobs=[logprob + rng.gauss(0, 0.01) if logprob else 0.0 for logprob in logprobs],
         token_texts={str(token): vocabulary[token] for part in parts for token in part},
-        turn_outputs=[f"<turn>{text}" for text in texts[1::2]],
-        tool_results=[
-            {"name": "search", "content": text, "status": rng.choice(["ok", "ok", "failed"])}
-            for text in texts[2::2]
-        ],
-        spans=[
-            {
-                "kind": "tool" if j % 2 else "model",
-                "name": f"span {j}",
-                "start_s": j,
-                "end_s": j + 0.9,
-            }
-            for j in range(rng.randint(2, 12))
-        ],
     )

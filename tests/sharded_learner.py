@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import create_rollout_engine
-from agent_vllm.engines.weight_sync import join_gathers, named_weights, plain_model, weight_shapes
+from agent_vllm.engines.learner import LearnerWeights, plain_model
 from agent_vllm.logprobs import predicted_logprobs
 
 IDS = torch.arange(10, 26).view(2, 8)
@@ -107,9 +107,9 @@ def report(rank, engine_name, is_adapted):
         with torch.no_grad():
             model(input_ids=IDS)  # leaves the root unsharded
         with Gathers() as gathers:
-            names = weight_shapes(model)
+            names = LearnerWeights(model).shapes
         found["num_gathered_for_shapes"] = gathers.number
-        found["same_names"] = list(names.items()) == list(weight_shapes(plain).items())
+        found["same_names"] = list(names.items()) == list(LearnerWeights(plain).shapes.items())
         engine.update_policy(model)
         if rank == 0:  # a rollout on one rank alone: nobody else takes part
             found["gaps"] = [gap(engine, plain, [20, 30, 40]), gap(engine, plain, [50])]
@@ -120,12 +120,14 @@ def report(rank, engine_name, is_adapted):
         found["gaps"].append(gap(engine, plain, [60, 61 + rank]))
     found["largest_difference"] = max(
         (ours - theirs).abs().max().item()
-        for (_, ours), (_, theirs) in zip(named_weights(model), named_weights(plain), strict=True)
+        for (_, ours), (_, theirs) in zip(
+            LearnerWeights(model).tensors(), LearnerWeights(plain).tensors(), strict=True
+        )
     )
     with Gathers() as gathers:
-        join_gathers(model)  # a reader that keeps nothing
+        LearnerWeights(model).join_gathers()  # a reader that keeps nothing
     found["peak_bytes"] = gathers.peak
-    found["largest_bytes"] = max(tensor.nbytes for _, tensor in named_weights(plain))
+    found["largest_bytes"] = max(tensor.nbytes for _, tensor in LearnerWeights(plain).tensors())
     found["stops_early"] = stops_early(rank, model)
     return found
 
@@ -133,9 +135,9 @@ def report(rank, engine_name, is_adapted):
 def stops_early(rank, model):
     """One rank fails at its third tensor, the other needs no values: nobody hangs."""
     if rank == 0:
-        with closing(named_weights(model)) as weights:
+        with closing(LearnerWeights(model).tensors()) as weights:
             return [name for name, _ in islice(weights, 3)]
-    join_gathers(model)
+    LearnerWeights(model).join_gathers()
     return None
 
 

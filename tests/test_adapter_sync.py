@@ -8,10 +8,10 @@ import torch
 from adapted import adapted
 from agreement import TOLERANCE, gap
 from learners import packed_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
-from agent_vllm.engines import vllm_engine as vllm_engine_module
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.errors import WeightSyncError
 
 
@@ -142,12 +142,30 @@ def test_the_order_of_tensors_does_not_matter(agent, vllm_engine, monkeypatch):
     """vLLM fuses q, k and v, and gate and up; they may come far apart."""
     model, _ = agent
 
-    def shuffled(learner, **options):
-        weights = list(named_weights(learner, **options))
-        random.Random(0).shuffle(weights)
-        yield from weights
+    def shuffled(weights, **options):
+        tensors = list(in_order(weights, **options))
+        random.Random(0).shuffle(tensors)
+        yield from tensors
 
-    monkeypatch.setattr(vllm_engine_module, "named_weights", shuffled)
+    in_order = LearnerWeights.tensors
+    monkeypatch.setattr(LearnerWeights, "tensors", shuffled)
     train_a_step(model)
     vllm_engine.update_policy(model)
     assert gap(vllm_engine, model) <= TOLERANCE
+
+
+@pytest.mark.vllm
+def test_a_tied_head_comes_once_where_vllms_model_has_no_head(agent):
+    """Gemma 2: vLLM's class computes logits with the embedding and knows no `lm_head`."""
+    _, tokenizer = agent
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=32,
+        max_position_embeddings=256, sliding_window=256, attn_implementation="eager",
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    with VLLMRolloutEngine(model, tokenizer) as engine:
+        train_a_step(model)
+        engine.update_policy(model)
+        assert gap(engine, model) <= 1e-4

@@ -8,8 +8,8 @@ from adapted import adapted
 from learners import Wrapper, learner, packed_model
 from peft import LoHaConfig, PromptTuningConfig, TaskType, get_peft_model
 
-from agent_vllm.engines.learner.adapters import adapter_alone, adapter_rank, is_tied, why_not_alone
-from agent_vllm.engines.weight_sync import module_weights, named_weights, weight_shapes
+from agent_vllm.engines.learner import LearnerWeights
+from agent_vllm.engines.learner.peft import is_tied
 from agent_vllm.errors import WeightSyncError
 
 IDS = torch.arange(8)[None]
@@ -62,14 +62,14 @@ def test_merged_weights_are_the_learners_under_plain_names(kind, wrap):
             for module in trained:
                 module.weight.add_(0.5 * torch.randn_like(module.weight))
     before = state(model)
-    weights = {name: tensor.clone() for name, tensor in named_weights(wrap(model))}
+    weights = {name: tensor.clone() for name, tensor in LearnerWeights(wrap(model)).tensors()}
     assert same(before, state(model))
-    assert {n: t.shape for n, t in weights.items()} == weight_shapes(learner())
-    assert list(weight_shapes(wrap(model))) == list(weights)
+    assert {n: t.shape for n, t in weights.items()} == LearnerWeights(learner()).shapes
+    assert list(LearnerWeights(wrap(model)).shapes) == list(weights)
     expected = model.eval()(IDS).logits
     merged = plain_with(weights, model)(IDS).logits
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=0)
-    base = plain_with(dict(named_weights(learner())), learner())(IDS).logits
+    base = plain_with(dict(LearnerWeights(learner()).tensors()), learner())(IDS).logits
     assert (base - expected).abs().max() > 1e-4  # the adapter does something
 
 
@@ -82,11 +82,11 @@ def test_of_several_adapters_the_active_one_counts():
                 parameter.add_(1.0)
     for active in ("default", "ref"):
         model.set_adapter(active)
-        weights = {name: tensor.clone() for name, tensor in named_weights(model)}
+        weights = {name: tensor.clone() for name, tensor in LearnerWeights(model).tensors()}
         merged = plain_with(weights, model)(IDS).logits
         torch.testing.assert_close(merged, model.eval()(IDS).logits, atol=1e-5, rtol=1e-5)
     with model.disable_adapter():
-        weights = dict(named_weights(model))
+        weights = dict(LearnerWeights(model).tensors())
         merged = plain_with(weights, model)(IDS).logits
         torch.testing.assert_close(merged, model.eval()(IDS).logits, atol=1e-6, rtol=0)
 
@@ -95,7 +95,7 @@ def test_a_merged_learner_is_taken_as_it_is():
     model = adapted(learner())
     expected = model.eval()(IDS).logits
     model.merge_adapter()
-    merged = plain_with(dict(named_weights(model)), model)(IDS).logits
+    merged = plain_with(dict(LearnerWeights(model).tensors()), model)(IDS).logits
     torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
 
 
@@ -104,7 +104,7 @@ def test_a_hundred_syncs_leave_the_base_bit_identical(dtype):
     model = adapted(learner().to(dtype))
     before = state(model)
     for _ in range(100):
-        for _, tensor in named_weights(model):
+        for _, tensor in LearnerWeights(model).tensors():
             tensor.sum()
     assert same(before, state(model))
 
@@ -122,7 +122,7 @@ def test_a_load_that_raises_leaves_the_learner_unmerged():
     model = adapted(learner())
     before = state(model)
     with pytest.raises(RuntimeError, match="full"):
-        for name, _ in named_weights(model):
+        for name, _ in LearnerWeights(model).tensors():
             if "v_proj" in name:
                 raise RuntimeError("the engine's memory is full")
     assert same(before, state(model))
@@ -133,7 +133,7 @@ def test_adapters_on_packed_experts_are_merged_too():
     wanted = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
     model = adapted(model, **wanted)
     before = state(model)
-    weights = {name: tensor.clone() for name, tensor in module_weights(model)}
+    weights = {name: tensor.clone() for name, tensor in LearnerWeights(model).module_tensors()}
     assert same(before, state(model))
     plain = packed_model()
     plain.load_state_dict(weights)
@@ -145,15 +145,17 @@ def test_adapters_on_packed_experts_are_merged_too():
 def test_other_adapters_that_change_weights_are_merged_by_pefts_own_layers():
     config = LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False)
     model = get_peft_model(learner(), config)
-    merged = plain_with({k: v.clone() for k, v in named_weights(model)}, model)(IDS).logits
+    merged = plain_with({k: v.clone() for k, v in LearnerWeights(model).tensors()}, model)(
+        IDS
+    ).logits
     torch.testing.assert_close(merged, model.eval()(IDS).logits, atol=1e-6, rtol=0)
-    assert "which is no LoRA" in why_not_alone(model)
+    assert "which is no LoRA" in LearnerWeights(model).why_not_adapter_only
 
 
 def test_adapters_that_change_no_weights_are_refused():
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
     with pytest.raises(WeightSyncError, match=r"PROMPT_TUNING.*Use LoRA"):
-        named_weights(get_peft_model(learner(), config))
+        LearnerWeights(get_peft_model(learner(), config)).tensors()
 
 
 # ---- the adapter by itself ----
@@ -161,9 +163,12 @@ def test_adapters_that_change_no_weights_are_refused():
 
 def test_an_adapter_alone_has_its_layers_scaling_in_b_and_is_a_copy():
     model = adapted(learner(), rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 7})
-    tensors, merged = adapter_alone(Wrapper(model)), dict(named_weights(model))
-    base = dict(named_weights(model, merged=False))
-    assert adapter_rank(model) == 4
+    tensors, merged = (
+        LearnerWeights(Wrapper(model)).adapter_tensors(),
+        dict(LearnerWeights(model).tensors()),
+    )
+    base = dict(LearnerWeights(model).tensors(merged=False))
+    assert LearnerWeights(model).adapter_rank == 4
     layers = {name.rsplit(".", 2)[0] for name in tensors}
     assert layers == {name.removesuffix(".weight") for name in merged if "_proj" in name}
     for layer in layers:
@@ -184,17 +189,20 @@ def test_an_adapter_alone_has_its_layers_scaling_in_b_and_is_a_copy():
 )
 def test_what_can_not_be_sent_alone_is_told_by_name(kind, reason):
     model = adapted(learner(), **KINDS[kind])
-    assert reason in why_not_alone(model)
+    assert reason in LearnerWeights(model).why_not_adapter_only
     with pytest.raises(WeightSyncError, match='adapter_sync="merged"'):
-        adapter_alone(model)
+        LearnerWeights(model).adapter_tensors()
 
 
 def test_weights_that_train_beside_the_adapter_are_noticed():
     model = adapted(learner())
-    assert why_not_alone(model) is None
+    assert LearnerWeights(model).why_not_adapter_only is None
     model.get_base_model().model.norm.weight.requires_grad = True
-    assert why_not_alone(model) == "model.norm.weight is trained beside the adapter"
-    assert why_not_alone(learner()) == "it has no adapter"
+    assert (
+        LearnerWeights(model).why_not_adapter_only
+        == "model.norm.weight is trained beside the adapter"
+    )
+    assert LearnerWeights(learner()).why_not_adapter_only == "it has no adapter"
     merged = copy.deepcopy(adapted(learner()))
     merged.merge_adapter()
-    assert "merged or disabled" in why_not_alone(merged)
+    assert "merged or disabled" in LearnerWeights(merged).why_not_adapter_only

@@ -8,7 +8,7 @@ from fakes import ADD, NUM_ADD, PAD, add, call, user
 
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.types import Limits, StopReason
-from trl_integration.adapter import to_trl
+from trl_integration.fields import to_trl
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from paths import ROOT
 from transformers import Qwen3ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, collate
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, ResponseTemplateParser, parse_hermes
 from agent_vllm.cli import main
 from agent_vllm.errors import EngineError
 from agent_vllm.inspect import doctor
@@ -24,10 +24,9 @@ from agent_vllm.inspect.doctor import engine_checks, template_checks
 from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
 from agent_vllm.logprobs import shift
-from agent_vllm.parsing import ResponseTemplateParser, parse_hermes
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
-from agent_vllm.types import ParsedTurn
+from agent_vllm.types import ParsedTurn, SamplingParams
 
 TEMPLATE_NAMES = [check.name for check in template_checks.TEMPLATE_CHECKS]
 MODEL_NAMES = [check.name for check in engine_checks.MODEL_CHECKS]
@@ -472,7 +471,7 @@ def test_logprobs_of_another_distribution(agent):
 
 class IgnoresTemperature(TorchRolloutEngine):
     async def _sample(self, request):
-        return await super()._sample(replace(request, temperature=1.0))
+        return await super()._sample(replace(request, sampling=SamplingParams()))
 
 
 def test_an_engine_that_ignores_the_temperature(agent):

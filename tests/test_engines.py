@@ -1,20 +1,24 @@
 """Both engines behind one interface: tensors, requests, seeds, weights, faults."""
 
 import asyncio
+import contextlib
+import io
 import os
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from learners import learner
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
-from agent_vllm.engines import vllm_engine as vllm_module
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.vllm import cpu
-from agent_vllm.engines.vllm.process import VLLMStepper, _completion_of
+from agent_vllm.engines.vllm import engine as vllm_module
+from agent_vllm.engines.vllm.stepper import VLLMStepper, _completion_of
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,
@@ -472,9 +476,7 @@ def vllm_output(**changes):
     ],
 )
 def test_what_vllm_left_unfinished_is_an_engine_error(changes, message):
-    request = GenerationRequest(
-        prompt_ids=[1], max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
-    )
+    request = GenerationRequest(prompt_ids=[1], max_new_tokens=4, seed=0)
     assert _completion_of(vllm_output(), request, 3).token_ids == [5, 6]
     outcome = _completion_of(vllm_output(**changes), request, 3)
     assert isinstance(outcome, EngineError) and message in str(outcome)
@@ -499,3 +501,28 @@ def test_preempted_requests_come_back_whole(agent, monkeypatch):
     distance = (learner[:, 2:] - result.per_token_logps) * result.completion_mask
     assert distance.abs().max() <= 1e-5
     assert result.completion_mask.sum(1).min() >= 1
+
+
+@pytest.mark.vllm
+def test_a_head_size_that_vllms_cpu_attention_lacks_is_refused_by_name(tokenizer):
+    model = learner(head_dim=16, vocab_size=len(tokenizer))
+    with pytest.raises(UnsupportedModelError, match=r"size of \[32, 64.*got 16.*torch engine"):
+        VLLMRolloutEngine(model, tokenizer, max_model_len=64)
+
+
+@pytest.mark.vllm
+def test_vllm_starts_where_stdout_has_no_file_descriptor_and_takes_a_dtype_by_name(tokenizer):
+    model = learner(head_dim=32, vocab_size=len(tokenizer))
+    captured = io.StringIO()  # as in notebook services
+    with (
+        contextlib.redirect_stdout(captured),
+        VLLMRolloutEngine(model, tokenizer, dtype="float32", max_model_len=64) as engine,
+    ):
+        assert sys.stdout is captured
+        completion = asyncio.run(engine.generate([5, 6], max_new_tokens=2))
+    assert len(completion.token_ids) == 2
+
+
+def test_an_unknown_dtype_is_refused_by_name(tokenizer):
+    with pytest.raises(ValueError, match=r'`dtype` must be .*"bfloat16", got \'float33\''):
+        VLLMRolloutEngine(learner(), tokenizer, dtype="float33", max_model_len=64)

@@ -11,7 +11,7 @@ import pytest
 from paths import EXAMPLES
 from transformers import AutoModelForCausalLM
 
-from agent_vllm.inspect import read_rollouts
+from agent_vllm.record import read_rollouts
 
 SCRIPT = EXAMPLES / "train_tool_agent.py"
 pytestmark = pytest.mark.e2e

@@ -29,10 +29,10 @@ from paths import DOCS
 from trl.chat_template_utils import add_response_schema, parse_response
 
 from agent_vllm.chat import ChatFormat
+from agent_vllm.environments import user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.tools.results import encode_result, failure
 from agent_vllm.types import ToolCall, ToolResult
-from agent_vllm.user_turns import user_suffix_ids
 
 each_template = pytest.mark.parametrize("name", accepted())
 

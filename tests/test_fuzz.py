@@ -17,7 +17,7 @@ from families import (
     sampled_turn,
 )
 
-from agent_vllm.parsing import SampledTurn
+from agent_vllm.chat import SampledTurn
 from agent_vllm.types import ParsedTurn, ToolCall, ToolResult
 
 NUM_COMPLETIONS = 100_000

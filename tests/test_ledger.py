@@ -7,7 +7,7 @@ import pytest
 from fakes import PAD, observed, sampled, trajectory
 
 from agent_vllm.types import StopReason
-from trl_integration.adapter import to_trl
+from trl_integration.fields import to_trl
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from agent_vllm.engines.noise import draw_noise, noise_stream
+from agent_vllm.engines.sampling_noise import draw_noise, noise_stream
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from families import TOOLS
 
-from agent_vllm.parsing import SampledTurn, named_parser, parse_pythonic
+from agent_vllm.chat import SampledTurn, named_parser, parse_pythonic
 
 SCHEMAS = [tool.schema for tool in TOOLS]
 

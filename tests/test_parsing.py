@@ -5,8 +5,7 @@ import json
 import pytest
 from fakes import byte_tokenizer, call, chatml_tokenizer, ids_of
 
-from agent_vllm import parsing
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, parsing
 
 
 def parse_hermes(text, starts_in_thinking=False):
@@ -196,6 +195,6 @@ class CountingDecoder:
 )
 def test_hostile_text_is_decoded_once_a_call(monkeypatch, unit, num_decodes):
     decoder = CountingDecoder()
-    monkeypatch.setattr("agent_vllm.parsing.hermes._DECODER", decoder)
+    monkeypatch.setattr("agent_vllm.chat.parsing.hermes._DECODER", decoder)
     parse_hermes(unit * 50)
     assert decoder.num_calls == num_decodes

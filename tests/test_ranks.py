@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH, TESTS
 
-from agent_vllm.inspect import read_rollouts
+from agent_vllm.record import read_rollouts
 
 GAP = 5e-5
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]

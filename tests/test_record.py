@@ -1,25 +1,38 @@
-"""Recorded rollouts: what is written is read back, whatever is in it and however the run ended."""
+"""Recorded rollouts: what is written is read back, whatever it holds and however the run ended."""
 
 import json
 import math
+import resource
+import signal
 import tracemalloc
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes import ADD, add, call, chatml_tokenizer, ids_of, observed, sampled, trajectory, user
+from records import record as whole_line
+from records import span, turn
 
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError
-from agent_vllm.inspect import (
+from agent_vllm.record import (
     RolloutRecorder,
     read_batches,
     read_rollouts,
     redact_secrets,
     to_trajectory,
 )
-from agent_vllm.inspect.record import trajectory_record
 from agent_vllm.rollout import rollout_single
-from agent_vllm.types import StopReason
+from agent_vllm.types import (
+    CallRecord,
+    Segment,
+    Span,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 
 
 @pytest.fixture
@@ -49,9 +62,10 @@ def test_what_is_read_is_what_was_written(path, chat, scripted):
     }  # fmt: skip
     (line,) = record(path, t, tokenizer=chat.tokenizer, **fields)
     assert {name: line[name] for name in fields} == fields
-    assert {name: line[name] for name in trajectory_record(t)} == trajectory_record(t)
-    assert (line["schema"], line["id"], line["session"]) == (2, "eval-3-1-0", 1)
-    assert to_trajectory(line) == t
+    assert (line.schema_version, line.id, line.session) == (3, "eval-3-1-0", 1)
+    assert line.trajectory == to_trajectory(line) == t
+    views = ("completion_ids", "completion_mask", "logprobs", "turn_outputs", "tool_results")
+    assert [line[name] for name in views] == [getattr(t, name) for name in views]
     text = "".join(line["token_texts"][str(token)] for token in t.prompt_ids + t.completion_ids)
     assert text == chat.tokenizer.decode(t.prompt_ids + t.completion_ids)
     assert set(map(int, line["token_texts"])) == {*t.prompt_ids, *t.completion_ids}
@@ -175,35 +189,40 @@ def test_a_run_killed_in_its_first_line_can_go_on(path):
 
 def lines_of(**changes):
     """A whole record with some fields changed; ... takes one out."""
-    with RolloutRecorder("/dev/null") as recorder:
-        value = recorder._record(trajectory([1], sampled(2), messages=user()), {})
-    return json.dumps({k: v for k, v in {**value, **changes}.items() if v is not ...}) + "\n"
+    value = {**whole_line("t0"), **changes}
+    return json.dumps({k: v for k, v in value.items() if v is not ...}) + "\n"
+
+
+NO_TIME = turn([1], [-0.5], spans=[span("nap", "a", 0, 1)])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "holds no recorded trajectory"),
-        ('{"schema": 1, "step": 3}\n', ":1 has schema 1, this version reads 2. Read it with"),
-        ("{}\n", ":1 is no recorded rollout: it has no `schema`"),
-        ("[1]\n", ":1 is no recorded rollout"),
+        ('{"schema": 1, "step": 3}\n', ":1 has schema 1, this version reads 2 and 3. Read it with"),
+        ("{}\n", ":1 is not a recorded rollout: it has no `schema`"),
+        ("[1]\n", ":1 is not a recorded rollout"),
         ("step,reward\n", ":1 is not JSON"),
         (lines_of() + "oops\n", ":2 is not JSON"),
-        (lines_of() + lines_of(), ":2 has id 'rollout-0-0-0', which line 1 has too"),
+        (lines_of() + lines_of(), ":2 has id 't0', which line 1 has too"),
         (lines_of(advantage=...), ":1 has no `advantage`"),
-        (lines_of(step="3"), "`step` must be a whole number, got '3'"),
-        (lines_of(id=[1]), r"`id` must be text, got \[1\]"),
-        (lines_of(trained=1), "`trained` must be true or false, got 1"),
-        (lines_of(step=True), "`step` must be a whole number, got True"),
-        (lines_of(prompt_ids=[1.0]), "`prompt_ids` must be a list of whole numbers"),
-        (lines_of(completion_mask=[2]), "`completion_mask` must be a list of 0 and 1"),
-        (lines_of(stop_reason="tired"), "`stop_reason` must be a stop reason, got 'tired'"),
-        (lines_of(rewards=[1]), "`rewards` must be numbers or null by name"),
-        (lines_of(tool_results=[{"name": "a"}]), "`tool_results` must be a list of name"),
-        (lines_of(spans=[{"kind": "nap"}]), "`spans` must be a list of kind"),
-        (lines_of(logprobs=[]), r"one length, got {'completion_ids': 1, 'completion_mask': 1, 'lo"),
-        (lines_of(learner_logprobs=[0.0] * 2), "must have one length"),
-        (lines_of(num_prompt_messages=2), "`num_prompt_messages` is 2 of 1 messages"),
+        (lines_of(step="3"), "`step` must be a valid integer, got '3'"),
+        (lines_of(id=[1]), r"`id` must be a valid string, got \[1\]"),
+        (lines_of(trained=1), "`trained` must be a valid boolean, got 1"),
+        (lines_of(step=True), "`step` must be a valid integer, got True"),
+        (lines_of(prompt_ids=[1.0]), "`prompt_ids.0` must be a valid integer, got 1.0"),
+        (lines_of(stop_reason="tired"), "`stop_reason` must be 'answered', .*, got 'tired'"),
+        (lines_of(rewards=[1]), r"`rewards` must be a valid dictionary, got \[1\]"),
+        (lines_of(turns=[{"text": "a"}]), ":1 has no `turns.0.segment`"),
+        (
+            lines_of(turns=[NO_TIME]),
+            "`turns.0.span.kind` must be 'model', 'tool' or 'user', got ",
+        ),
+        (lines_of(turns=[turn([1], [])]), "`turns.0.segment`: .* one length, got 1 and 0"),
+        (lines_of(turns=[turn(["a"], [0.0])]), "`turns.0.segment.token_ids.0` must be a valid int"),
+        (lines_of(learner_logprobs=[0.0] * 2), "one number per completion token, got 2 for 5"),
+        (lines_of(num_prompt_messages=5), "`num_prompt_messages` must be at most .*, got 5 of 4"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_and_line(path, text, message):
@@ -221,7 +240,7 @@ def test_a_whole_record_passes(path):
 
 
 def test_a_missing_file(path):
-    with pytest.raises(FileNotFoundError, match=r"is not there\. A trainer with `record_rollouts"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. A trainer with"):
         read_rollouts(path)
 
 
@@ -229,15 +248,132 @@ def test_a_missing_file(path):
 def test_other_files_are_not_written_to(path, text):
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(RecordError, match=r"is there and is no record of schema 2\. Move it away"):
+    with pytest.raises(RecordError, match=r"exists and is not a record of schema 3\. Move it away"):
         RolloutRecorder(path)
     assert path.read_text() == text
 
 
-def test_turns_and_policy_versions_must_belong_together(path):
-    (line,) = record(path, trajectory([1], sampled(2), observed(3), sampled(4)))
-    with pytest.raises(RecordError, match="has 2 sampled turns and 1 policy versions"):
-        to_trajectory({**line, "policy_versions": [0]})
+def test_a_folder_means_the_record_in_it(path):
+    record(path, trajectory([7]))
+    assert [line.prompt_ids for line in read_rollouts(path.parent)] == [[7]]
+
+
+# ---- turns ----
+
+
+def test_token_versions_and_call_ids_survive(path):
+    segment = Segment(
+        token_ids=[2, 3], logprobs=[-1.0, -2.0], policy_version=4, token_versions=[4, 5]
+    )
+    call = CallRecord(
+        call=ToolCall(name="f", arguments={"x": [1, None]}, id="call_7"),
+        result=ToolResult(name="f", content="汉", status="ok", call_id="call_7"),
+        span=Span(kind="tool", name="f", start_s=0.5, end_s=1.0),
+    )
+    t = replace(trajectory([1]), turns=[Turn(segment=segment, text="f()", calls=[call])])
+    (line,) = record(path, t)
+    assert line.trajectory == t
+    assert line["token_versions"] == [4, 5]
+
+
+def test_a_turn_without_tokens_is_read_back(path):
+    t = trajectory([1], sampled(), observed(3), sampled(4))
+    (line,) = record(path, t)
+    assert line.trajectory == t
+    assert (line["completion_ids"], line["policy_versions"]) == ([3, 4], [0, 0])
+
+
+# ---- schema 2 ----
+
+SCHEMA_2 = Path(__file__).parent / "data" / "schema2.jsonl"
+
+
+def flat(line):
+    """The fields that schema 2 had for a trajectory, as it wrote them."""
+    t = line.trajectory
+    results = [{"name": r.name, "content": r.content, "status": r.status} for r in t.tool_results]
+    return {
+        "prompt_ids": t.prompt_ids, "completion_ids": t.completion_ids,
+        "completion_mask": t.completion_mask, "logprobs": t.logprobs,
+        "policy_versions": t.policy_versions, "turn_outputs": t.turn_outputs,
+        "tool_results": results, "messages": t.messages, "stop_reason": t.stop_reason,
+    }  # fmt: skip
+
+
+def test_a_file_of_schema_2_is_read_as_it_was_written():
+    written = [json.loads(text) for text in SCHEMA_2.read_text().splitlines()]
+    records = [value for value in written if "amends" not in value]
+    amended = {value["amends"]: value["learner_logprobs"] for value in written if "amends" in value}
+    lines = list(read_rollouts(SCHEMA_2))
+    assert len(lines) == len(records) == 3
+    for line, value in zip(lines, records, strict=True):
+        assert flat(line) == {name: value[name] for name in flat(line)}
+        assert line.learner_logprobs == amended.get(line.id)
+        assert (line.row, line.seed) == (value["row"], value["seed"])
+    two_calls, asked, cut = (line.trajectory for line in lines)
+    # a tool that is named "user" is told from the simulated user
+    assert [[call.span.name for call in turn.calls] for turn in two_calls.turns] == [
+        ["user", "nope", "user", "unknown"], [],
+    ]  # fmt: skip
+    kinds = [[span.kind for span in turn.spans] for turn in two_calls.turns]
+    assert kinds == [["model", *["tool"] * 4], ["model", "user"]]
+    assert [[span.kind for span in turn.spans] for turn in asked.turns] == [["model", "user"]] * 2
+    assert [len(turn.calls) for turn in cut.turns] == [1, 0]
+
+
+def test_a_file_of_schema_2_can_be_appended_to(path):
+    path.parent.mkdir()
+    path.write_bytes(SCHEMA_2.read_bytes())
+    lines = record(path, trajectory([7]))
+    assert [line.session for line in lines] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy_versions": [0]}, "2 sampled turns, 2 turn outputs and 1 policy versions"),
+        ({"logprobs": [0.0]}, "is no valid record of schema 2"),
+        ({"spans": None}, "is no valid record of schema 2"),
+    ],
+)
+def test_what_is_wrong_in_schema_2_is_named(path, changes, message):
+    value = json.loads(SCHEMA_2.read_text().splitlines()[0])
+    path.parent.mkdir()
+    path.write_text(json.dumps({**value, **changes}) + "\n")
+    with pytest.raises(RecordError, match=message) as raised:
+        list(read_rollouts(path))
+    assert f"{path}:1" in str(raised.value)
+
+
+# ---- one writer, whole lines ----
+
+
+def test_a_second_recorder_on_the_file_is_refused(path):
+    with RolloutRecorder(path) as recorder:
+        recorder.write(trajectory([1]))
+        with pytest.raises(RecordError, match="written by another recorder"):
+            RolloutRecorder(path)
+        recorder.write(trajectory([2]))
+    assert [line.prompt_ids for line in record(path, trajectory([3]))] == [[1], [2], [3]]
+
+
+def test_a_write_that_fails_leaves_whole_lines(path):
+    """A limit on the file's size stands for a full disk: the line is written in part."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RolloutRecorder(path) as recorder:
+        recorder.write(trajectory([1]))
+        size = path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                recorder.write(trajectory([2] * 1000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert path.stat().st_size == size
+        recorder.write(trajectory([3]))
+    assert [line.prompt_ids for line in read_rollouts(path)] == [[1], [3]]
 
 
 # ---- secrets ----
@@ -249,7 +385,7 @@ def spelled(line):
     """What the record still says, as one text."""
     pieces = line["token_texts"]
     tokens = "".join(pieces[str(t)] for t in line["prompt_ids"] + line["completion_ids"])
-    return tokens + json.dumps({k: v for k, v in line.items() if k != "token_texts"})
+    return tokens + line.model_dump_json(exclude={"token_texts"})
 
 
 def test_secrets_leave_texts_and_tokens(path, chat, scripted):
@@ -269,7 +405,7 @@ def test_secrets_leave_texts_and_tokens(path, chat, scripted):
     assert spelled(plain).count(SECRET) > 5
     line = record(path, t, redact=redact_secrets(r"sk-\w+"), **options)[1]
     assert SECRET not in spelled(line)
-    assert line["tool_results"][0]["content"] == "bob: [redacted]."
+    assert line["tool_results"][0].content == "bob: [redacted]."
     assert line["row"] == {"[redacted]": ["a [redacted]"]}
     expected = [
         -1 if is_secret else token
@@ -308,7 +444,10 @@ def test_a_hook_may_leave_a_trajectory_out(path):
 def test_what_a_hook_breaks_is_named_before_it_is_written(path):
     with (
         RolloutRecorder(path, redact=lambda line: {**line, "messages": None}) as recorder,
-        pytest.raises(RecordError, match="Record rollout-0-0-0, redacted: `messages` must be"),
+        pytest.raises(
+            RecordError,
+            match="Record rollout-0-0-0, redacted: `messages` must be a valid list",
+        ),
     ):
         recorder.write(trajectory([1]))
     assert path.read_text() == ""
@@ -335,7 +474,7 @@ def test_an_export_goes_to_parquet_only(path):
 
 
 def test_a_command_says_what_is_wrong_with_a_file(path, tmp_path):
-    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl is not there"):
+    with pytest.raises(SystemExit, match=r"agent-vllm: .*rollouts.jsonl does not exist"):
         main(["export", str(path), str(tmp_path / "out.parquet")])
     path.parent.mkdir()
     path.write_text(lines_of() + "oops\n")

@@ -1,5 +1,6 @@
 """What a training run records and logs: fields, logprobs of shuffled rows, names of metrics."""
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from trainers import GAP, REWARDS, TOOLS, config, fresh, rows
 from transformers import AutoTokenizer
 
 from agent_vllm.engines.base import EngineStats
-from agent_vllm.inspect import read_batches, read_rollouts, redact_secrets
+from agent_vllm.record import read_batches, read_rollouts, redact_secrets
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.types import Span, StopReason, ToolResult
 from trl_integration import AgentGRPOTrainer
@@ -47,9 +48,9 @@ def test_the_learners_logprobs_find_their_rows_through_shuffle_and_split(agent_p
         ("eval", 0), ("train", 0), ("eval", 1), ("train", 1), ("eval", 2),
     ]  # fmt: skip
     assert max(map(distance, records)) <= GAP
-    mixed = {**records[8], "learner_logprobs": records[9]["learner_logprobs"]}
-    length = min(len(mixed["logprobs"]), len(mixed["learner_logprobs"]))
-    cut = {name: mixed[name][:length] for name in ("logprobs", "learner_logprobs")}
+    mixed = {"logprobs": records[8]["logprobs"], "learner_logprobs": records[9].learner_logprobs}
+    length = min(map(len, mixed.values()))
+    cut = {name: values[:length] for name, values in mixed.items()}
     assert distance(cut) > GAP  # another row's would be seen
 
 
@@ -142,6 +143,27 @@ def test_a_rows_logprobs_are_amended_once(tmp_path, tokenizer):
     assert known == [[-1.0, 0.0], [-2.0, 0.0]]
 
 
+def test_a_record_that_can_not_be_written_is_counted_and_reported(tmp_path, tokenizer, caplog):
+    def redact(line):
+        if line["row"]["number"] < 2:
+            raise KeyError(line["row"]["number"])
+        return line
+
+    endless = []
+    endless.append(endless)
+    rows = [{"number": 0}, {"number": 1}, {"number": 2}, {"number": 3, "more": endless}]
+    record = TrainingRecord(tmp_path, 0, tokenizer, redact)
+    numbers = record.write(rollout(4, 0, rows=rows))
+    record.amend("train", numbers, torch.full((4, 2), -1.0))
+    record.close()
+    assert [r.row for r in read_rollouts(tmp_path)] == [{"number": 2}]
+    assert record.num_failed == 3
+    said = [entry.getMessage() for entry in caplog.records]
+    assert said[0] == "A rollout is not in the record: KeyError(0)"
+    assert said[-1].endswith("rollouts.jsonl: 3 lines could not be written.")
+    assert len(said) == 3  # each kind of failure once, and the number
+
+
 # ---- metrics ----
 
 
@@ -196,6 +218,30 @@ def test_the_figures_of_a_rollout():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not any("made up" in name for name in metrics)
+
+
+def test_a_tool_named_user_and_the_simulated_user_are_told_apart():
+    called = with_calls(call("user", 3.0))
+    span = Span(kind="user", name="user", start_s=4.0, end_s=9.0)
+    turn = dataclasses.replace(called.turns[0], user_span=span)
+    metrics, _ = rollout_metrics([dataclasses.replace(called, turns=[turn])], seconds=10.0)
+    assert metrics["tools/user/seconds_p50"] == pytest.approx(3.0)
+    assert metrics["tools/user/seconds_p95"] == pytest.approx(3.0)
+    assert (metrics["rollout/tool_seconds"], metrics["rollout/user_seconds"]) == (3.0, 5.0)
+
+
+def test_a_user_before_a_call_of_a_tool_named_user():
+    """Spans matched by name gave the tool the first span of that name."""
+    first = trajectory(
+        [1], sampled(2),
+        spans=[
+            Span(kind="model", name="turn 0", start_s=0.0, end_s=1.0),
+            Span(kind="user", name="user", start_s=1.0, end_s=8.0),
+        ],
+    )  # fmt: skip
+    t = dataclasses.replace(first, turns=[*first.turns, *with_calls(call("user", 2.0)).turns])
+    metrics, _ = rollout_metrics([t], seconds=10.0)
+    assert metrics["tools/user/seconds_p50"] == pytest.approx(2.0)
 
 
 def test_no_engine_figures_where_the_engine_has_none():

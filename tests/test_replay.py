@@ -1,5 +1,7 @@
 """Recorded rollouts played back: engine, tools, the trainer's tensors and loss, the command."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import ADD, add, call, tail, user
@@ -8,18 +10,30 @@ from trainers import REWARDS, TOOLS, config, fresh, rows
 from agent_vllm import StopReason, collate, rollout_batch
 from agent_vllm.cli import main
 from agent_vllm.errors import EngineError, RecordError
-from agent_vllm.inspect import RolloutRecorder, read_rollouts, to_trajectory
-from agent_vllm.inspect.record import trajectory_record
-from agent_vllm.inspect.replay import ReplayRolloutEngine, recorded_tools
+from agent_vllm.record import (
+    ReplayRolloutEngine,
+    RolloutRecorder,
+    read_rollouts,
+    recorded_tools,
+    to_trajectory,
+)
 from trl_integration import AgentGRPOTrainer
-from trl_integration.replay import ReplayTrainer, replay_config
+from trl_integration.rescore import RescoringTrainer, rescoring_config
 
 
 def story(trajectory):
     """All of a trajectory but its times."""
-    record = trajectory_record(trajectory)
-    spans = [(span["kind"], span["name"]) for span in record.pop("spans")]
-    return record, spans, trajectory.segments
+    turns = [
+        (
+            turn.segment,
+            turn.text,
+            turn.suffix,
+            [(call.call, call.result) for call in turn.calls],
+            [(span.kind, span.name) for span in turn.spans],
+        )
+        for turn in trajectory.turns
+    ]
+    return replace(trajectory, turns=[]), turns
 
 
 def settings(folder, **changes):
@@ -79,12 +93,14 @@ def test_a_replay_has_the_rewards_tensors_and_loss_of_the_run_to_the_last_bit(
 ):
     step = Step(fresh(agent_path), settings(tmp_path, old_logprobs=old_logprobs))
     records = list(read_rollouts(tmp_path / "rollouts.jsonl"))
-    replay = ReplayTrainer(REWARDS, replay_config(old_logprobs=old_logprobs), *fresh(agent_path))
-    replayed = replay.replay(records)
+    rescoring = RescoringTrainer(
+        REWARDS, rescoring_config(old_logprobs=old_logprobs), *fresh(agent_path)
+    )
+    replayed = rescoring.rescore(records)
     assert different(step.inputs, replayed.inputs) == []
     assert replayed.loss == step.loss.item()
     assert replayed.rewards == [record["rewards"] for record in records]
-    pad_id = replay.processing_class.pad_token_id
+    pad_id = rescoring.processing_class.pad_token_id
     ours = collate([to_trajectory(record) for record in records], pad_id)
     theirs = collate(step.trainer.trajectories, pad_id)
     for name in ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps"):
@@ -97,7 +113,7 @@ def test_other_weights_change_the_loss_and_nothing_else(recorded, agent_path):
     with torch.no_grad():
         model.get_output_embeddings().weight.add_(0.05)
         model.get_output_embeddings().weight[:10].add_(0.5)
-    replayed = ReplayTrainer(REWARDS, None, model, tokenizer).replay(list(read_rollouts(path)))
+    replayed = RescoringTrainer(REWARDS, None, model, tokenizer).rescore(list(read_rollouts(path)))
     assert different(step.inputs, replayed.inputs) == []
     assert replayed.loss != step.loss.item()
 
@@ -105,7 +121,7 @@ def test_other_weights_change_the_loss_and_nothing_else(recorded, agent_path):
 def test_the_recorded_logprobs_stand_in_for_the_model(recorded):
     step, path = recorded
     records = list(read_rollouts(path))
-    replayed = ReplayTrainer(REWARDS).replay(records)
+    replayed = RescoringTrainer(REWARDS).rescore(records)
     assert replayed.loss == pytest.approx(step.loss.item(), abs=1e-7)
     learner = step.trainer._learner_logps
     for row, record in zip(learner.tolist(), records, strict=True):
@@ -128,7 +144,7 @@ def test_the_trainer_makes_the_same_rollouts_from_a_replay_engine(recorded, agen
 def test_groups_that_are_not_whole_are_refused(recorded):
     records = list(read_rollouts(recorded[1]))[:-1]
     with pytest.raises(RecordError, match=r"train step 0 has groups of \[3, 4\] samples"):
-        ReplayTrainer(REWARDS).replay(records)
+        RescoringTrainer(REWARDS).rescore(records)
 
 
 # ---- the engine and the tools ----

@@ -53,10 +53,9 @@ from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch, rollout_single
-from agent_vllm.tools import Tool, as_tool, tools_by_name
+from agent_vllm.tools import Tool, as_tool, select_tools, tools_by_name
 from agent_vllm.types import Limits, StopReason
-from trl_integration.adapter import to_trl
-from trl_integration.row_tools import select_tools
+from trl_integration.fields import to_trl
 
 
 @pytest.fixture

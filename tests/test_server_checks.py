@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from agent_vllm import create_rollout_engine
-from agent_vllm.engines.servers.serve import check_port, serve_command, serve_environment
+from agent_vllm.engines.server.launcher import check_port, serve_command, serve_environment
 from agent_vllm.errors import VLLMServerError
 
 
@@ -173,7 +173,7 @@ def test_the_launcher_sets_all_that_is_checked(agent_path):
         "--enable-scale-out",
         "--no-skip-tokenizer-init",
         "--generation-config vllm",
-        "--worker-extension-cls agent_vllm.engines.servers.worker_extension.WorkerExtension",
+        "--worker-extension-cls agent_vllm.engines.server.worker_extension.WorkerExtension",
     ):
         assert wanted in text
     assert command[-2:] == ["--seed", "3"]

@@ -32,7 +32,7 @@ from agent_vllm import (
     VLLMServerRolloutEngine,
     rollout_batch,
 )
-from agent_vllm.engines.servers.checks import probe_request
+from agent_vllm.engines.server.handshake import probe_request
 from agent_vllm.errors import EngineError, InvalidRequestError
 from agent_vllm.logprobs import predicted_logprobs
 
@@ -172,7 +172,7 @@ def update_in_flight(engine, model, servers):
         target=lambda: completions.extend(asyncio.run(generate_long(engine)))
     )
     rollout.start()
-    eventually(lambda: all(server.tasks for server in engine._fleet.servers), 60.0)
+    eventually(lambda: all(server.tasks for server in engine._fleet.members.servers), 60.0)
     time.sleep(0.3)  # what is cut has to have begun
     engine.update_policy(model)
     rollout.join()

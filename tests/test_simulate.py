@@ -11,8 +11,7 @@ from paths import DOCS
 
 from agent_vllm.cli import main
 from agent_vllm.errors import RecordError, ScenarioError
-from agent_vllm.inspect import RolloutRecorder
-from agent_vllm.simulate import (
+from agent_vllm.inspect.simulate import (
     RateCurve,
     Setup,
     Turn,
@@ -22,8 +21,10 @@ from agent_vllm.simulate import (
     read_run,
     run_engine,
 )
-from agent_vllm.simulate.rates import TimedTurn, fit_rates
-from agent_vllm.simulate.sync import DECODERS, LINKS, sync_seconds
+from agent_vllm.inspect.simulate.hardware import DECODERS, LINKS
+from agent_vllm.inspect.simulate.rates import TimedTurn, fit_rates
+from agent_vllm.inspect.simulate.sync import sync_seconds
+from agent_vllm.record import RolloutRecorder
 from agent_vllm.types import Span
 
 TEN_EACH = RateCurve(((1, 10), (64, 640)))  # tokens a second for each, however many
@@ -254,9 +255,9 @@ def test_what_if_is_asked_of_a_record(record_path, capsys):
 def test_a_table_is_printed(record_path, capsys):
     assert main(["simulate", "--from", str(record_path), "--layout", "servers"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "servers, 1 trajectories a step" in printed
+    assert "servers, 1 trajectories per step" in printed
     assert "1 6 4 0 10 3 70% 60%" in printed
-    assert "As recorded: 6 s a rollout; the simulation of the same says 6 s." in printed
+    assert "Recorded: 6 s per rollout; simulated: 6 s." in printed
 
 
 def test_a_simulation_that_is_off_says_so(tmp_path, capsys):

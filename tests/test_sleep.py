@@ -10,8 +10,8 @@ from learners import learner
 from vllm_stand_in import StandIn
 
 from agent_vllm import VLLMRolloutEngine
-from agent_vllm.engines import vllm_engine
-from agent_vllm.engines.vllm import cpu, process
+from agent_vllm.engines.vllm import cpu, stepper
+from agent_vllm.engines.vllm import engine as vllm_engine
 from agent_vllm.errors import EngineBusyError, EngineError
 
 pytestmark = pytest.mark.vllm
@@ -22,7 +22,7 @@ def sleeper(tokenizer, monkeypatch):
     """An engine over the stand-in, with its learner."""
     monkeypatch.setattr(vllm_engine, "check_sleep_mode", lambda: None)
     monkeypatch.setattr(cpu, "is_cpu", lambda: False)
-    monkeypatch.setattr(process, "_build", lambda source, options: StandIn())
+    monkeypatch.setattr(stepper, "_build", lambda source, options: StandIn())
     monkeypatch.setattr(vllm_engine, "check_against_learner", lambda *_, **__: None)
     model = learner()
     with VLLMRolloutEngine(model, tokenizer, sleep_mode=True) as engine:

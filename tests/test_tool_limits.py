@@ -11,8 +11,7 @@ from fakes import add
 from tool_calls import ask, failed, run, schema, tool
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools import Tool, ToolRunner, as_tool, tools_by_name
-from trl_integration.row_tools import select_tools
+from agent_vllm.tools import Tool, ToolRunner, as_tool, select_tools, tools_by_name
 
 
 class Meter:

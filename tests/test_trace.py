@@ -7,7 +7,7 @@ import pytest
 from fakes import sampled, trajectory
 
 from agent_vllm.cli import main
-from agent_vllm.inspect import RolloutRecorder
+from agent_vllm.record import RolloutRecorder
 from agent_vllm.types import Span
 
 

@@ -7,11 +7,11 @@ import pytest
 from fakes import ADD, END, add, broken_invariants, by_prompt, chatml_tokenizer, tail, user
 
 from agent_vllm.chat import ChatFormat
+from agent_vllm.environments import user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.tools import as_tool
 from agent_vllm.types import Limits, StopReason
-from agent_vllm.user_turns import user_suffix_ids
 from trl_integration.ledger import Exclusion, exclusion
 
 
@@ -47,6 +47,17 @@ def test_the_user_goes_on_after_an_answer(chat, scripted):
     ]
     assert [len(seen) for seen in guest.seen] == [2, 6, 8]
     assert broken_invariants(t, engine.requests) == []
+
+
+def test_waiting_for_the_user_is_no_tool_time(chat, scripted):
+    t = roll(chat, scripted(["hello", ADD, "3"]), saying("sum"))
+    assert [(span.kind, span.name) for span in t.spans] == [
+        ("model", "turn 0"), ("user", "user"),
+        ("model", "turn 1"), ("tool", "add"),
+        ("model", "turn 2"), ("user", "user"),
+    ]  # fmt: skip
+    assert [turn.user_span is not None for turn in t.turns] == [True, False, True]
+    assert [len(turn.calls) for turn in t.turns] == [0, 1, 0]
 
 
 def test_only_sampled_tokens_are_trained(chat, scripted):

@@ -12,14 +12,16 @@ from records import (
     NUM_SAMPLES,
     call,
     long_records,
+    page_of,
     pick,
     record,
-    report_of,
+    span,
+    turn,
     write,
 )
 
-from agent_vllm.inspect.report import read_report
-from agent_vllm.inspect.view import write_report
+from agent_vllm.inspect.viewer import write_page
+from agent_vllm.inspect.viewer.data import read_page_data
 
 pytestmark = needs_chromium
 
@@ -41,7 +43,7 @@ FILTERS = {
     "stop_reason": ("answered", lambda line: line["stop_reason"] == "answered"),
     "calls": (
         "some failed or invalid",
-        lambda line: any(result["status"] != "ok" for result in line["tool_results"]),
+        lambda line: any(result.status != "ok" for result in line["tool_results"]),
     ),
     "step_from": ("1", lambda line: line["step"] >= 1),
     "turns_to": ("1", lambda line: len(line["turn_outputs"]) <= 1),
@@ -108,7 +110,7 @@ def test_calls_stand_beside_their_results(tab, real):
     (answer,) = tab.texts(".messages + .fold dd, .part + .messages + .fold dd")
     assert answer == str(line["row"]["answer"])
     results = [message["content"] for message in line["messages"] if message["role"] == "tool"]
-    statuses = [result["status"] for result in line["tool_results"]]
+    statuses = [result.status for result in line["tool_results"]]
     shown = shown_pairs(tab)
     assert [pair[3] for pair in shown] == results
     assert [pair[2].split()[-1] for pair in shown] == statuses
@@ -123,9 +125,9 @@ def test_a_result_whose_call_could_not_be_read_stands_alone(tab, tmp_path):
             {"role": "assistant", "content": "<call", "tool_calls": calls},
             *({"role": "tool", "name": name, "content": text} for name, text, _ in results),
         ],
-        tool_results=[dict(zip(("name", "content", "status"), r, strict=True)) for r in results],
+        turns=[turn([3], [-0.5], calls=results)],
     )
-    tab.open(report_of(write(tmp_path / "r.jsonl", [line])), view="chat")
+    tab.open(page_of(write(tmp_path / "r.jsonl", [line])), view="chat")
     assert shown_pairs(tab) == [
         ("call that could not be read", "See the text of the turn.", "result ▲ invalid", "bad"),
         ("call add", '{ "a": 1 }', "result ✓ ok", "3"),
@@ -137,7 +139,7 @@ def test_reasoning_and_system_prompt_are_folded(tab, tmp_path):
     line = record()
     line["messages"][0]["role"] = "system"
     line["messages"][3]["reasoning_content"] = "Let me think."
-    tab.open(report_of(write(tmp_path / "r.jsonl", [line])), view="chat")
+    tab.open(page_of(write(tmp_path / "r.jsonl", [line])), view="chat")
     folded = tab.texts(".messages details:not([open]) > summary")
     assert folded == ["System prompt", "Raw output", "Reasoning"]
     tab.page.get_by_text("Reasoning", exact=True).click()
@@ -168,14 +170,14 @@ def test_a_group_shows_its_samples(tab, real):
 
 def test_what_differs_in_its_key_stands_apart(tab, tmp_path):
     """Rollouts and sessions are batches of their own; ranks too, but they may share a group."""
-    span = {"kind": "model", "name": "turn", "start_s": 0, "end_s": 1}
+    time = span("model", "turn", 0, 1)
     keys = [{}, {"rollout": 1}, {"rank": 1}, {"session": 2}, {"mode": "eval"}, {"step": 1}]
     lines = [
-        record(f"t{i}-{j}", generation=j, spans=[span], **key)
+        record(f"t{i}-{j}", generation=j, turns=[turn([3], [-0.5], spans=[time])], **key)
         for i, key in enumerate(keys)
         for j in range(2)
     ]
-    address = report_of(write(tmp_path / "r.jsonl", lines))
+    address = page_of(write(tmp_path / "r.jsonl", lines))
     numbers = []
     for i in range(len(keys)):
         tab.open(address, view="timeline", id=f"t{i}-0")
@@ -197,7 +199,7 @@ def test_the_timeline_marks_what_bounds_the_batch(tab, real):
     address, records = real
     tab.open(address, view="timeline", id="train-0-0-0")
     batch = {f"train-0-0-{i}": records[f"train-0-0-{i}"] for i in range(NUM_GROUPS * NUM_SAMPLES)}
-    ends = {i: max(span["end_s"] for span in line["spans"]) for i, line in batch.items()}
+    ends = {i: max(span.end_s for span in line["spans"]) for i, line in batch.items()}
     assert tab.page.locator(".line").count() == NUM_GROUPS * NUM_SAMPLES
     assert tab.page.locator(".bar").count() == sum(len(line["spans"]) for line in batch.values())
     last = batch[max(ends, key=ends.get)]
@@ -328,7 +330,7 @@ def test_the_switch_overrides_the_systems_theme(new_tab, real):
 
 def test_a_large_report_opens_and_scrolls(tab, tmp_path, capsys):
     path = write(tmp_path / "r.jsonl", long_records(NUM_LONG, NUM_LONG_TOKENS))
-    address = report_of(path)
+    address = page_of(path)
     size = path.with_suffix(".html").stat().st_size
     start_s = time.perf_counter()
     tab.page.goto(address, wait_until="commit")
@@ -369,8 +371,8 @@ def test_long_tasks_are_noticed(tab, real):
 
 def test_a_report_has_the_newest_and_says_so(tab, tmp_path):
     path = write(tmp_path / "r.jsonl", [record(f"t{i}", generation=i) for i in range(5)])
-    write_report(path, tmp_path / "r.html", limit=2)
+    write_page(path, tmp_path / "r.html", limit=2)
     tab.open((tmp_path / "r.html").as_uri())
-    assert tab.texts("#notes li") == [read_report(path, 2).notes[0]]
+    assert tab.texts("#notes li") == [read_page_data(path, 2).notes[0]]
     assert "sample 4" in tab.texts(".row-place")[0]
     assert len(tab.texts(".row-place")) == 2

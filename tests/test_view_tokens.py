@@ -1,13 +1,15 @@
 """The viewer in a real browser: every token as the file has it, and text that stays text."""
 
+import json
 import math
 
 import pytest
 from browser import VIEWS, needs_chromium
 from fakes import sampled, trajectory
-from records import EVIL, hostile_record, record, report_of, short_with_calls, write
+from records import EVIL, hostile_record, page_of, record, short_with_calls, turn, write
 
-from agent_vllm.inspect import RolloutRecorder, redact_secrets
+from agent_vllm.record import RolloutRecorder, redact_secrets
+from agent_vllm.record.schema import to_json
 
 pytestmark = needs_chromium
 
@@ -66,9 +68,13 @@ def test_every_token_is_shown_with_the_files_mask_and_numbers(tab, real):
 
 def test_the_comparison_notices_a_wrong_mask_and_a_wrong_number(tab, real, tmp_path):
     line = short_with_calls(real[1])
-    mask = [1 - bit for bit in line["completion_mask"][:1]] + line["completion_mask"][1:]
-    other = {**line, "completion_mask": mask, "logprobs": [x - 1e-3 for x in line["logprobs"]]}
-    tab.open(report_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
+    other = json.loads(to_json(line.model_dump(by_alias=True)))
+    for part in other["turns"]:
+        part["segment"]["logprobs"] = [x - 1e-3 for x in part["segment"]["logprobs"]]
+    first = other["turns"][0]  # its last token is written by the template now
+    first["segment"]["logprobs"].pop()
+    first["suffix"]["token_ids"].insert(0, first["segment"]["token_ids"].pop())
+    tab.open(page_of(write(tmp_path / "r.jsonl", [other])), view="tokens")
     pairs = list(zip(map(as_expected, shown_tokens(tab)), expected_tokens(line), strict=True))
     differ = {shown["position"] for shown, expected in pairs if shown != expected}
     first = len(line["prompt_ids"]) + 1
@@ -103,15 +109,13 @@ def test_every_token_has_the_level_of_its_figures(tab, tmp_path, key):
     lines = [
         record(
             f"t{i}",
-            completion_ids=list(range(6)),
-            completion_mask=[1] * 6,
-            logprobs=logprobs,
+            turns=[turn(list(range(6)), logprobs)],
             learner_logprobs=[x + gap for x, gap in zip(logprobs, gaps, strict=True)],
             advantage=advantage,
         )
         for i, advantage in enumerate((1.5, 0.5, 0, -0.5, -1))
     ]
-    address = report_of(write(tmp_path / "r.jsonl", lines))
+    address = page_of(write(tmp_path / "r.jsonl", lines))
     for line in lines:
         tab.open(address, id=line["id"], view="tokens")
         tab.press(key)
@@ -141,7 +145,7 @@ def test_a_token_shows_its_details_under_the_pointer(tab, real):
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     path = tmp_path_factory.mktemp("hostile") / "<b>name<b>\u202e.jsonl"
-    return report_of(write(path, [record("t0"), hostile_record(EVIL), hostile_record("<i>")]))
+    return page_of(write(path, [record("t0"), hostile_record(EVIL), hostile_record("<i>")]))
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -199,6 +203,6 @@ def test_a_redacted_token_is_shown_as_such(tab, tmp_path):
     with RolloutRecorder(path, redact=redact_secrets("sk-1")) as recorder:
         secret = [{"role": "user", "content": "sk-1"}]
         recorder.write(trajectory([1], sampled(2), messages=secret, num_prompt_messages=1))
-    tab.open(report_of(path), view="tokens")
+    tab.open(page_of(path), view="tokens")
     assert tab.texts(".chunk .token") == ["[redacted]"] * 2
     assert [token["id"] for token in shown_tokens(tab)] == ["-1"] * 2

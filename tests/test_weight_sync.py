@@ -1,12 +1,11 @@
 """A learner's weights by their plain names, whatever it is wrapped in, sharded by or packed as."""
 
-import sys
-import types
 from contextlib import closing
 
 import pytest
 import torch
-from learners import Wrapper, learner, packed_model
+from adapted import adapted
+from learners import GatheredParameters, Wrapper, learner, packed_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
@@ -16,22 +15,14 @@ from transformers import (
 )
 
 from agent_vllm import TorchRolloutEngine
-from agent_vllm.engines import weight_sync
-from agent_vllm.engines.learner.checkpoint_names import checkpoint_units
-from agent_vllm.engines.learner.sharding import is_sharded
-from agent_vllm.engines.models import model_source
-from agent_vllm.engines.weight_sync import (
-    check_weights,
-    join_gathers,
-    named_weights,
-    weight_shapes,
-)
+from agent_vllm.engines.learner import LearnerWeights, check_shapes, model_source
+from agent_vllm.engines.learner import weights as weights_module
 from agent_vllm.errors import WeightSyncError
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_comes_under_both_its_names(tied):
-    weights = dict(named_weights(learner(tied)))
+    weights = dict(LearnerWeights(learner(tied)).tensors())
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= weights.keys()
     same = weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
     assert same == tied
@@ -39,12 +30,12 @@ def test_a_tied_head_comes_under_both_its_names(tied):
 
 def test_wrappers_in_any_order_leave_plain_names():
     model = learner()
-    plain = list(weight_shapes(model))
-    assert list(weight_shapes(Wrapper(model))) == plain
-    assert list(weight_shapes(torch.compile(model))) == plain
-    assert list(weight_shapes(Wrapper(torch.compile(Wrapper(model))))) == plain
+    plain = list(LearnerWeights(model).shapes)
+    assert list(LearnerWeights(Wrapper(model)).shapes) == plain
+    assert list(LearnerWeights(torch.compile(model)).shapes) == plain
+    assert list(LearnerWeights(Wrapper(torch.compile(Wrapper(model)))).shapes) == plain
     model.model.layers[0] = checkpoint_wrapper(Wrapper(checkpoint_wrapper(model.model.layers[0])))
-    assert list(weight_shapes(Wrapper(torch.compile(model)))) == plain
+    assert list(LearnerWeights(Wrapper(torch.compile(model))).shapes) == plain
 
 
 def test_a_child_called_module_is_no_wrapper_where_it_has_siblings():
@@ -52,30 +43,30 @@ def test_a_child_called_module_is_no_wrapper_where_it_has_siblings():
     parent.module, parent.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     parent.config = learner().config
     names = ["module.weight", "module.bias", "other.weight", "other.bias"]
-    assert list(weight_shapes(parent)) == names
+    assert list(LearnerWeights(parent).shapes) == names
 
 
 def test_fsdp1_is_refused_with_what_to_use():
     flat = torch.nn.Module()
     flat._fsdp_wrapped_module = learner()
     with pytest.raises(WeightSyncError, match="fsdp_version: 2"):
-        named_weights(flat)
+        LearnerWeights(flat).tensors()
 
 
 def test_the_tensors_are_the_learners_own_without_gradients():
     model = learner()
-    weight = dict(named_weights(model))["model.norm.weight"]
+    weight = dict(LearnerWeights(model).tensors())["model.norm.weight"]
     assert weight.data_ptr() == model.model.norm.weight.data_ptr()
     assert not weight.requires_grad and model.model.norm.weight.requires_grad
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named():
-    expected, given = weight_shapes(learner()), weight_shapes(learner())
-    check_weights(expected, given)
+    expected, given = LearnerWeights(learner()).shapes, LearnerWeights(learner()).shapes
+    check_shapes(expected, given)
     given["extra"] = given.pop("model.norm.weight")
     given["lm_head.weight"] = torch.Size([3, 16])
     with pytest.raises(WeightSyncError) as error:
-        check_weights(expected, given)
+        check_shapes(expected, given)
     message = str(error.value)
     assert "Missing: ['model.norm.weight']" in message
     assert "Unknown: ['extra']" in message
@@ -85,45 +76,17 @@ def test_missing_unknown_and_misshapen_tensors_are_named():
 # ---- DeepSpeed ZeRO-3, by a stand-in ----
 
 
-class GatheredParameters:
-    """As DeepSpeed's: whole inside, and an empty tensor of another storage after it."""
-
-    log: list[tuple[str, int]] = []  # noqa: RUF012 - what was gathered, over all instances
-
-    def __init__(self, parameters):
-        (self.parameter,) = parameters
-
-    def __enter__(self):
-        self.log.append(("gather", self.parameter.ds_id))
-        self.parameter.data = self.parameter.shards.clone()
-
-    def __exit__(self, *_):
-        self.log.append(("free", self.parameter.ds_id))
-        self.parameter.data = torch.empty(0)
-
-
-@pytest.fixture
-def zero3(monkeypatch):
-    """A learner whose parameters are partitioned as by ZeRO-3, and the same one whole."""
-    deepspeed = types.ModuleType("deepspeed")
-    deepspeed.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    monkeypatch.setattr(GatheredParameters, "log", [])
-    model, whole = learner(), learner()
-    model.load_state_dict(whole.state_dict())
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, parameter.ds_shape = number, parameter.shape
-        parameter.shards, parameter.data = parameter.data, torch.empty(0)
-    return model, whole
-
-
 def test_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
     model, whole = zero3
-    assert is_sharded(model) and not is_sharded(whole)
-    assert list(weight_shapes(Wrapper(model)).items()) == list(weight_shapes(whole).items())
+    assert LearnerWeights(model).is_sharded and not LearnerWeights(whole).is_sharded
+    assert list(LearnerWeights(Wrapper(model)).shapes.items()) == list(
+        LearnerWeights(whole).shapes.items()
+    )
     assert GatheredParameters.log == []  # names and shapes cost no collective call
-    got = dict(named_weights(Wrapper(model)))  # each is kept past the next one's gathering
-    expected = dict(named_weights(whole))
+    got = dict(
+        LearnerWeights(Wrapper(model)).tensors()
+    )  # each is kept past the next one's gathering
+    expected = dict(LearnerWeights(whole).tensors())
     assert list(got) == list(expected)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     order = [event for event, _ in GatheredParameters.log]
@@ -134,12 +97,46 @@ def test_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
 def test_an_iterator_that_is_closed_early_gathers_the_rest(zero3):
     """Other ranks gather to the end; who fails must go on with them."""
     model, _ = zero3
-    join_gathers(model)
+    LearnerWeights(model).join_gathers()
     whole = list(GatheredParameters.log)
     GatheredParameters.log.clear()
-    with closing(named_weights(model)) as weights:
+    with closing(LearnerWeights(model).tensors()) as weights:
         next(weights)
     assert GatheredParameters.log == whole
+
+
+def test_an_iterator_that_is_closed_before_its_first_tensor_gathers_all(zero3):
+    model, _ = zero3
+    LearnerWeights(model).join_gathers()
+    whole = list(GatheredParameters.log)
+    GatheredParameters.log.clear()
+    LearnerWeights(model).tensors().close()
+    assert GatheredParameters.log == whole
+
+
+def test_one_value_walks_the_learner_once_and_counts_what_it_hands_out(monkeypatch):
+    model = adapted(learner())
+    walks = []
+    walk = weights_module._walk
+    monkeypatch.setattr(
+        weights_module,
+        "_walk",
+        lambda module, *rest: walks.append(module) or walk(module, *rest),
+    )
+    weights = LearnerWeights(Wrapper(model))
+    assert weights.num_bytes_read == 0
+    base = {name: tensor.clone() for name, tensor in weights.tensors(merged=False)}
+    num_bytes = sum(tensor.nbytes for tensor in base.values())
+    assert weights.num_bytes_read == num_bytes
+    num_base_walks = len(walks)
+    merged = {name: tensor.clone() for name, tensor in weights.tensors()}
+    assert weights.num_bytes_read == 2 * num_bytes
+    assert {name: tensor.shape for name, tensor in merged.items()} == weights.shapes
+    adapter = weights.adapter_tensors()
+    assert weights.num_bytes_read == 2 * num_bytes + sum(t.nbytes for t in adapter.values())
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {name.replace("lora_A.", "") for name in adapter if ".lora_A." in name}
+    assert walks[:num_base_walks].count(weights.model) == walks.count(weights.model) == 1
 
 
 def test_the_torch_engine_copies_a_sharded_learner_and_gathers_in_no_rollout(zero3, tokenizer):
@@ -173,17 +170,17 @@ def test_packed_experts_come_one_by_one_as_in_the_checkpoint(tied, tmp_path):
     model = packed_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    weights = dict(named_weights(model))
+    weights = dict(LearnerWeights(model).tensors())
     assert weights.keys() - saved.keys() == ({"lm_head.weight"} if tied else set())
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
-    assert weight_shapes(model) == {name: tensor.shape for name, tensor in weights.items()}
+    assert LearnerWeights(model).shapes == {name: tensor.shape for name, tensor in weights.items()}
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in weights
 
 
 def test_a_packed_learner_is_read_one_packed_tensor_at_a_time():
     """The largest read is one of the learner's own tensors, never the model."""
     model = packed_model()
-    units = checkpoint_units(model, weight_sync._plain_units(model))
+    units = LearnerWeights(model)._units
     reads = [sum(t.numel() for t in unit.meta.values()) for unit in units]
     assert max(reads) == max(p.numel() for p in model.parameters())
 
@@ -200,11 +197,11 @@ def test_the_text_part_of_a_vision_model_does_not_pass_for_the_whole():
     }  # fmt: skip
     config = Gemma3Config(text_config=Gemma3TextConfig(**text).to_dict(), vision_config=vision)
     both = Gemma3ForConditionalGeneration(config)
-    names = weight_shapes(both)
+    names = LearnerWeights(both).shapes
     assert any(name.startswith("language_model.model.layers.0") for name in names), list(names)[:3]
     inner = {name: s for name, s in names.items() if not name.startswith("language_model.")}
     with pytest.raises(WeightSyncError, match=r"Missing: .*language_model\.model"):
-        check_weights(names, inner)
+        check_shapes(names, inner)
 
 
 # ---- what has no plain weights ----
@@ -218,9 +215,11 @@ def test_a_quantised_base_is_refused_with_what_works(kind):
     else:
         packed = torch.zeros(4, dtype=torch.uint8)
         model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
-    for read in (named_weights, weight_shapes):
+    weights = LearnerWeights(model)
+    assert weights.is_quantised and not LearnerWeights(learner()).is_quantised
+    for read in (weights.tensors, lambda: weights.shapes):
         with pytest.raises(WeightSyncError, match=r"quantised.*LoRA adapter"):
-            read(model)
+            read()
 
 
 def test_the_engines_type_is_that_of_most_weights_and_the_heads_is_known(tokenizer):

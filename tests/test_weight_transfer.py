@@ -4,9 +4,10 @@ import os
 
 import pytest
 import torch
+from learners import GatheredParameters
 
-from agent_vllm.engines.servers.weight_transfer import MemoryTransfer, NcclTransfer, _Client
-from agent_vllm.engines.weight_sync import named_weights
+from agent_vllm.engines.learner import LearnerWeights
+from agent_vllm.engines.server.weight_transfer import MemoryTransfer, NcclTransfer, _Client
 
 
 class Servers:
@@ -22,6 +23,8 @@ class Servers:
 
     def start(self):
         assert not self.parts
+        if self._fails_at == "start":
+            raise ConnectionError("gone")
 
     def update(self, info):
         if len(self.parts) == self._fails_at:
@@ -55,8 +58,8 @@ class Servers:
 def test_every_weight_is_sent_once_as_it_is_in_parts(agent, dtype, part_bytes):
     model = agent[0].to(dtype)
     servers = Servers()
-    MemoryTransfer(part_bytes).send(model, servers)
-    expected = list(named_weights(model))
+    MemoryTransfer(part_bytes).send(LearnerWeights(model), servers)
+    expected = list(LearnerWeights(model).tensors())
     assert [name for name, _ in servers.weights] == [name for name, _ in expected]
     assert all(
         torch.equal(got, weight)
@@ -67,20 +70,17 @@ def test_every_weight_is_sent_once_as_it_is_in_parts(agent, dtype, part_bytes):
     assert servers.is_complete
 
 
-def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(agent, monkeypatch):
+@pytest.mark.parametrize("fails_at", ["start", 2])
+def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):
     """Other learner processes take part in gathering each weight: nobody may be left waiting."""
-    gathered = []
-
-    def noted(model):
-        for name, weight in named_weights(model):
-            gathered.append(name)
-            yield name, weight
-
-    monkeypatch.setattr("agent_vllm.engines.servers.weight_transfer.named_weights", noted)
+    model, _ = zero3
+    LearnerWeights(model).join_gathers()
+    whole = list(GatheredParameters.log)
+    GatheredParameters.log.clear()
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConnectionError):
-        MemoryTransfer(part_bytes=1).send(agent[0], Servers(fails_at=2))
-    assert gathered == [name for name, _ in named_weights(agent[0])]
+        MemoryTransfer(part_bytes=1).send(LearnerWeights(model), Servers(fails_at=fails_at))
+    assert GatheredParameters.log == whole
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -92,7 +92,40 @@ def test_servers_get_ranks_of_their_own_behind_the_learner():
 
 @pytest.mark.vllm
 def test_nccl_declares_what_it_will_send(agent):
-    source = NcclTransfer()._source(agent[0])
+    source = NcclTransfer()._source(LearnerWeights(agent[0]))
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-    assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in named_weights(agent[0])]
+    assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in LearnerWeights(agent[0]).tensors()]
     assert [name for name, _ in source] == [name for name, _, _ in declared]
+
+
+@pytest.mark.vllm
+def test_nccl_is_shut_down_once_and_anew_for_other_servers(agent, monkeypatch):
+    ended = []
+
+    class Engine:
+        def __init__(self, number):
+            self.number = number
+
+        def send_weights(self):
+            pass
+
+        def shutdown(self):
+            ended.append(self.number)
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    numbers = iter(range(9))
+    monkeypatch.setattr(
+        WeightTransferTrainerFactory, "trainer_init", lambda *_, **__: Engine(next(numbers))
+    )
+    transfer, weights = NcclTransfer(), LearnerWeights(agent[0])
+    transfer.close()
+    transfer.send(weights, Servers())
+    num_bytes = transfer.send(weights, Servers())
+    assert num_bytes == sum(tensor.nbytes for _, tensor in weights.tensors())
+    assert ended == []
+    transfer.send(weights, Servers(sizes={"http://b": 1}))
+    assert ended == [0]
+    transfer.close()
+    transfer.close()
+    assert ended == [0, 1]

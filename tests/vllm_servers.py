@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from agent_vllm.engines.servers.serve import serve_command, serve_environment
+from agent_vllm.engines.server.launcher import serve_command, serve_environment
 
 START_S = 600.0  # a quiet machine takes 20
 

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
-from agent_vllm.engines.vllm.process import check_sleep_mode
+from agent_vllm.engines.vllm import check_sleep_mode
 from trl_integration.config import AgentGRPOConfig
 
 

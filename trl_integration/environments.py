@@ -14,11 +14,10 @@ from torch import nn
 from trl.trainer.utils import is_async_callable
 
 from agent_vllm.chat import ChatFormat
-from agent_vllm.environments import Environments, Factory, StartedEnvironment
+from agent_vllm.environments import Environments, Factory, StartedEnvironment, User
 from agent_vllm.errors import EnvironmentDefinitionError
 from agent_vllm.tools import Tool
 from agent_vllm.types import StopReason, Trajectory
-from agent_vllm.user_turns import User
 from trl_integration.config import AgentGRPOConfig
 
 UserOfRow = Callable[[Mapping[str, Any]], User | None]

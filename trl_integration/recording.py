@@ -1,28 +1,31 @@
-"""What a training run writes to its record of rollouts, and when.
+"""Write a training run's rollouts to its record.
 
-Owns the fields that only the trainer knows, and the way of the learner's logprobs to the rows that
-TRL shuffled and split. Invariant: a row's learner logprobs are written once, and are those of the
-policy version that sampled it.
+Owns the fields that only the trainer knows, and matches the learner's logprobs to rows that TRL has
+shuffled and split. Invariants: a row's learner logprobs are written once, and are those of the
+policy version that sampled it. A record that can't be written never ends the run.
 """
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.inspect import RolloutRecorder
-from agent_vllm.inspect.record import Redact
+from agent_vllm.record import Redact, RolloutRecorder
 from agent_vllm.types import Trajectory
+
+_LOGGER = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRollout:
-    """One rollout of one process, after its rewards are known; lists have one entry a row."""
+    """Hold one rollout of one process once its rewards are known; lists have one entry per row."""
 
     trajectories: Sequence[Trajectory]
     rows: Sequence[Mapping[str, Any]]  # the dataset's columns
@@ -42,10 +45,14 @@ class RecordedRollout:
 
 
 class TrainingRecord:
-    """The rollouts of one process.
+    """Record the rollouts of one process.
 
     Args:
-        folder: `rollouts.jsonl` is written there, by other ranks `rollouts-RANK.jsonl`.
+        folder: rank 0 writes `rollouts.jsonl` there, other ranks `rollouts-RANK.jsonl`.
+
+    Attributes:
+        num_failed: records and amendments that could not be written. Each kind of failure is logged
+            once.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class TrainingRecord:
         # the latest rollout's rows of each mode, by number
         self._unmeasured: dict[str, dict[int, tuple[str, Trajectory]]] = {}
         self._next_row = 0
+        self.num_failed = 0
+        self._failures: set[type[Exception]] = set()
 
     def write(
         self, rollout: RecordedRollout, learner_logprobs: torch.Tensor | None = None
@@ -69,10 +78,10 @@ class TrainingRecord:
         """Record a rollout.
 
         Args:
-            learner_logprobs: `[B, C]` where they are known already.
+            learner_logprobs: `[B, C]` if they are known already.
 
         Returns:
-            `[B]` row numbers, for TRL to carry to the loss, where `amend` wants them.
+            `[B]` row numbers, which TRL carries to the loss, where `amend` needs them.
         """
         numbers = torch.arange(len(rollout.trajectories)) + self._next_row
         self._next_row += len(numbers)
@@ -81,8 +90,11 @@ class TrainingRecord:
         key = (rollout.mode, rollout.step)
         for index, trajectory in enumerate(rollout.trajectories):
             learner = None if known is None else _of_sampled(trajectory, known[index])
-            record_id = self._recorder.write(
-                trajectory, learner_logprobs=learner, **self._fields(rollout, index)
+            record_id = self._attempt(
+                self._recorder.write,
+                trajectory,
+                learner_logprobs=learner,
+                **self._fields(rollout, index),
             )
             if learner is None and record_id is not None:
                 self._unmeasured[rollout.mode][int(numbers[index])] = (record_id, trajectory)
@@ -98,10 +110,25 @@ class TrainingRecord:
             if number in unmeasured:
                 record_id, trajectory = unmeasured.pop(number)
                 learner = _of_sampled(trajectory, logprobs)
-                self._recorder.amend(record_id, learner_logprobs=learner)
+                self._attempt(self._recorder.amend, record_id, learner_logprobs=learner)
 
     def close(self) -> None:
         self._recorder.close()
+        if self.num_failed:
+            _LOGGER.warning(
+                "%s: %d lines could not be written.", self._recorder.path, self.num_failed
+            )
+
+    def _attempt(self, write: Callable[..., _T], *args: Any, **fields: Any) -> _T | None:
+        """Write, or count and log the failure, such as a full disk or a `redact` that raises."""
+        try:
+            return write(*args, **fields)
+        except Exception as error:
+            self.num_failed += 1
+            if type(error) not in self._failures:
+                self._failures.add(type(error))
+                _LOGGER.warning("A rollout is not in the record: %r", error)
+            return None
 
     def _fields(self, rollout: RecordedRollout, index: int) -> dict[str, Any]:
         key = (rollout.mode, rollout.step)
@@ -128,7 +155,7 @@ class TrainingRecord:
 
 
 def _of_sampled(trajectory: Trajectory, logprobs: torch.Tensor) -> list[float]:
-    """The row's own part of a padded `[C]`, 0.0 where nothing was sampled."""
+    """Cut a padded `[C]` to the row's own tokens; 0.0 where not sampled."""
     mask = trajectory.completion_mask
     return [
         value if is_sampled else 0.0

@@ -20,20 +20,19 @@ from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
-from agent_vllm.engines.learner.adapters import runs_as_reference
-from agent_vllm.environments import Factory
+from agent_vllm.engines.learner import runs_as_reference
+from agent_vllm.environments import Factory, user_suffix_ids
 from agent_vllm.inspect import RolloutProgress
-from agent_vllm.inspect.record import Redact
+from agent_vllm.record import Redact
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.status import RolloutStatus
-from agent_vllm.tools import Tool, tool_name, tools_by_name
+from agent_vllm.tools import Tool, select_tools, tool_name, tools_by_name
 from agent_vllm.types import Trajectory
-from agent_vllm.user_turns import user_suffix_ids
-from trl_integration.adapter import reward_columns, to_trl
 from trl_integration.checks import check_arguments, check_datasets, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, RolloutLost, SyncAfterSteps
 from trl_integration.environments import RowEnvironments, UserOfRow
+from trl_integration.fields import reward_columns, to_trl
 from trl_integration.interrupts import interrupted_afterwards
 from trl_integration.ledger import Exclusion, exclusion, token_ledger
 from trl_integration.metrics import (
@@ -43,7 +42,6 @@ from trl_integration.metrics import (
     rollout_metrics,
 )
 from trl_integration.recording import RecordedRollout, TrainingRecord
-from trl_integration.row_tools import select_tools
 
 ToolFunctions = Sequence[Tool | Callable[..., Any]]
 
@@ -96,7 +94,7 @@ class AgentGRPOTrainer(GRPOTrainer):
             How conversations become ids and back. If `None`, it is made from the tokenizer's chat template.
         redact_rollouts (`Callable`, *optional*):
             With `record_rollouts`: gets each record before it is written and returns what is written instead, such as
-            [`agent_vllm.inspect.redact_secrets`].
+            [`agent_vllm.record.redact_secrets`].
     """
 
     def __init__(

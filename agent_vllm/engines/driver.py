@@ -1,13 +1,13 @@
-"""One thread that steps a batch engine for as long as anyone waits for it.
+"""Step a batch engine on one thread while anyone waits for it.
 
-Owns the meeting of many waiting coroutines (on any event loop) with an engine that wants to be
-called from one place, and the watch over that engine. Invariant: every request is answered once,
-with a completion or an error, even where the engine hangs.
+Owns the queue between many waiting coroutines (on any event loop) and an engine that must be called
+from one thread, and the watchdog of that engine. Invariant: every request is answered once, with a
+completion or an error, even if the engine hangs.
 
-An engine that fails one step goes on without the requests that were in it. It is dead when steps
-fail again and again, when it can't even forget its requests, or when it makes no progress for
-`hang_s`: a thread inside native code can't be killed, so it is left behind. (Native code that also
-holds Python's lock stops the whole process; nothing in here sees that.)
+An engine that fails one step continues without the requests that were in it. It is dead when steps
+fail repeatedly, when it can't drop its requests, or when it makes no progress for `hang_s`. A
+thread inside native code can't be killed, so it is left behind. (Native code that also holds the
+GIL stops the whole process; the watchdog can't see that.)
 """
 
 import asyncio
@@ -37,25 +37,25 @@ _log = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
-    """What the driver drives; all of it is called on the driver's thread."""
+    """The engine that a driver steps. Every method is called on the driver's thread."""
 
     def add(self, request: GenerationRequest) -> None: ...
 
     def step(self) -> Iterable[tuple[GenerationRequest, Outcome]]:
-        """Move all requests on; returns those that are done."""
+        """Advance all requests; return those that are done."""
         ...
 
     def abort(self, requests: Iterable[GenerationRequest]) -> None:
-        """Forget requests that are in the engine."""
+        """Drop requests that are in the engine."""
         ...
 
 
 class StepDriver:
-    """Feeds a `StepEngine`. Its thread starts with the first use and sleeps when idle.
+    """Drives a `StepEngine`. Its thread starts with the first use and sleeps when idle.
 
     Args:
-        hang_s: seconds without progress after which the engine is dead; None: never. Errands that
-            run before `attach` are not watched.
+        hang_s: seconds without progress after which the engine is dead; None disables it. Errands
+            that run before `attach` are not watched.
     """
 
     def __init__(self, name: str, *, hang_s: float | None = None) -> None:
@@ -83,15 +83,15 @@ class StepDriver:
 
     @property
     def death(self) -> str | None:
-        """Why nobody is answered any more; None while requests are."""
+        """Why the engine is dead, or None while it is alive."""
         return self._death
 
     def note_progress(self) -> None:
-        """The engine is at work; called by an engine in the course of a long step."""
+        """Reset the watchdog; an engine calls this during a long step."""
         self._progress_at = time.monotonic()
 
     async def submit(self, request: GenerationRequest) -> Completion:
-        """Wait for one request. Cancelling the wait takes the request out of the engine.
+        """Wait for one request. Cancelling the wait drops the request from the engine.
 
         Raises:
             EngineDeadError: the engine died, or is closed.
@@ -103,7 +103,7 @@ class StepDriver:
             self._check_alive()
             self._waiting[request] = future
             self._incoming.append(request)
-        # Woken once all coroutines that are ready now have submitted: one batch, not one each.
+        # Wake the thread after all ready coroutines have submitted: one batch, not one each.
         loop.call_soon(self._wake)
         try:
             return await future
@@ -135,9 +135,9 @@ class StepDriver:
         return errand.result()
 
     def close(self, finish: Callable[[], object] = lambda: None) -> None:
-        """End the thread, `finish` being its last work; whoever still waits gets an error.
+        """End the thread after it runs `finish`; requests that still wait get an error.
 
-        A thread that hangs is not waited for; it runs `finish` should it ever come back.
+        A thread that hangs is not waited for. It runs `finish` if it ever returns.
         """
         done: Future = Future()
         self._die("The engine is closed.")
@@ -194,7 +194,7 @@ class StepDriver:
         self._is_over.set()
 
     def _drive(self) -> None:
-        """Until the engine is dead or closed."""
+        """Step the engine until it is dead or closed."""
         in_engine: set[GenerationRequest] = set()
         while True:
             with self._changed:
@@ -211,7 +211,7 @@ class StepDriver:
             self.note_progress()
             self._drop(cancelled & in_engine)
             in_engine -= cancelled
-            while errands:  # what has run is let go: it may hold a learner
+            while errands:  # drop each one after it ran: it may hold a learner
                 errand = errands.pop(0)
                 _run_errand(errand)
                 self._forget(errand)
@@ -226,7 +226,7 @@ class StepDriver:
         self.note_progress()
 
     def _admit(self, requests: list[GenerationRequest]) -> set[GenerationRequest]:
-        """Hand requests to the engine; one that it refuses fails alone."""
+        """Add requests to the engine; one that it refuses fails alone."""
         admitted = set()
         for request in requests:
             try:
@@ -237,7 +237,7 @@ class StepDriver:
         return admitted
 
     def _step(self, in_engine: set[GenerationRequest]) -> set[GenerationRequest]:
-        """One step; returns the requests that left. A failing step fails all that were in it."""
+        """Run one step; return the requests that left. If it fails, all requests in it fail."""
         try:
             done = list(self._engine.step())
             self._num_failed_steps = 0
@@ -249,7 +249,7 @@ class StepDriver:
     def _give_up(
         self, in_engine: set[GenerationRequest], error: Exception
     ) -> list[tuple[GenerationRequest, Outcome]]:
-        """Rid the engine of a failed step's requests."""
+        """Drop a failed step's requests from the engine."""
         failure = _as_engine_error(error)
         _log.warning("A step with %d requests failed: %s", len(in_engine), failure)
         self._num_failed_steps += 1
@@ -264,7 +264,7 @@ class StepDriver:
             self._engine.abort(requests)
 
     def _die(self, reason: str) -> None:
-        """Answer everyone who waits, and from now on everyone who comes, with the reason."""
+        """Answer all waiting and all later requests with the reason."""
         with self._changed:
             self._death = self._death or reason
             errands, self._errands = self._errands, []
@@ -299,7 +299,7 @@ def _resolve(answers: list[tuple[asyncio.Future, Outcome]]) -> None:
 
 def _run_errand(errand: Errand) -> None:
     function, done = errand
-    with contextlib.suppress(InvalidStateError):  # given up by the watchdog meanwhile
+    with contextlib.suppress(InvalidStateError):  # the watchdog gave up on it meanwhile
         try:
             result = function()
         except BaseException as error:  # handed to the caller's thread
@@ -317,7 +317,7 @@ def _as_engine_error(error: Exception) -> EngineError:
 
 
 def _free_memory_of(error: BaseException) -> None:
-    """What a failed step holds in its frames, so that there is room for the next."""
+    """Free the memory that a failed step holds in its frames."""
     traceback.clear_frames(error.__traceback__)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,10 +1,17 @@
-"""Look at rollouts: live progress, recorded trajectories, and what can be made of them."""
+"""Look at rollouts while they run and afterwards.
+
+Recorded rollouts are read by `agent_vllm.record`; its main names are importable from here too.
+"""
 
 from agent_vllm.inspect.progress import RolloutProgress
-from agent_vllm.inspect.read import read_batches, read_rollouts, to_trajectory
-from agent_vllm.inspect.record import RolloutRecorder
-from agent_vllm.inspect.redact import redact_secrets
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import (
+    RolloutRecord,
+    RolloutRecorder,
+    read_batches,
+    read_rollouts,
+    redact_secrets,
+    to_trajectory,
+)
 
 __all__ = [
     "RolloutProgress",

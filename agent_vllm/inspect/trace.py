@@ -1,7 +1,7 @@
-"""Recorded rollouts as a Chrome trace, which https://ui.perfetto.dev opens.
+"""Write recorded rollouts as a Chrome trace, which https://ui.perfetto.dev opens.
 
-A process is one rollout of a step, a row (thread) one trajectory; calls that ran side by side get
-rows of their own beneath it. Times are microseconds since the first rollout began.
+A process is one rollout of a step, a row (thread) one trajectory. Calls that ran side by side get
+rows of their own below it. Times are microseconds since the first rollout began.
 """
 
 import argparse
@@ -11,28 +11,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_vllm.inspect.read import batch_name, read_batches
-from agent_vllm.inspect.schema import RolloutRecord
+from agent_vllm.record import RolloutRecord, batch_name, read_batches, record_path
 from agent_vllm.spans import merged
+from agent_vllm.types import Span
 
-HELP = "write recorded rollouts as a Chrome trace, for Perfetto"
+DESCRIPTION = (
+    "Write a Chrome trace of recorded rollouts and open it at https://ui.perfetto.dev: one process "
+    "per rollout, one row per trajectory, with the time of every turn and call."
+)
 Event = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run, or its export")
+    parser.add_argument(
+        "rollouts", type=Path, help="rollouts.jsonl or its export, or the folder of the run"
+    )
     parser.add_argument("-o", "--output", type=Path, help="default: trace.json beside it")
 
 
 def run(args: argparse.Namespace) -> int:
-    output = args.output or args.rollouts.with_name("trace.json")
+    output = args.output or record_path(args.rollouts).with_name("trace.json")
     write_trace(args.rollouts, output)
     print(f"wrote {output}; open it at https://ui.perfetto.dev")
     return 0
 
 
 def write_trace(source: str | Path, path: str | Path) -> None:
-    """Write the trace of a record.
+    """Write the trace of recorded rollouts.
 
     Raises:
         RecordError: as `read_rollouts`.
@@ -46,16 +51,16 @@ def write_trace(source: str | Path, path: str | Path) -> None:
 
 
 def trace_events(batches: Iterable[Sequence[RolloutRecord]]) -> Iterator[Event]:
-    """Events in the trace event format, one rollout after the other."""
+    """Yield events in the trace event format, one rollout after the other."""
     origin_s: float | None = None
     end_s = 0.0
     for process, batch in enumerate(batches, start=1):
-        started = batch[0]["started"]
+        started = batch[0].started
         if origin_s is None and started is not None:
             origin_s = started
-        # rollouts of which nobody knows when they began follow each other
+        # without a start time, rollouts follow each other
         begin_s = end_s if started is None or origin_s is None else started - origin_s
-        end_s = begin_s + max((s["end_s"] for r in batch for s in r["spans"]), default=0.0)
+        end_s = begin_s + max((s.end_s for r in batch for s in r.trajectory.spans), default=0.0)
         yield _named("process_name", batch_name(batch[0]), process)
         yield _event("M", "process_sort_index", process, args={"sort_index": process})
         yield from _rows(batch, process, begin_s)
@@ -65,30 +70,30 @@ def trace_events(batches: Iterable[Sequence[RolloutRecord]]) -> Iterator[Event]:
 def _rows(batch: Sequence[RolloutRecord], process: int, begin_s: float) -> Iterator[Event]:
     threads = itertools.count(1)
     for record in batch:
-        for lane, spans in enumerate(_lanes(record["spans"])):
+        for lane, spans in enumerate(_lanes(record.trajectory.spans)):
             thread = next(threads)
-            name = record["id"] if lane == 0 else f"{record['id']}, side by side {lane}"
+            name = record.id if lane == 0 else f"{record.id}, side by side {lane}"
             yield _named("thread_name", name, process, thread)
             yield _event("M", "thread_sort_index", process, thread, args={"sort_index": thread})
             for span in spans:
-                start, end = (_microseconds(begin_s + span[key]) for key in ("start_s", "end_s"))
+                start, end = (_microseconds(begin_s + s) for s in (span.start_s, span.end_s))
                 yield _event(
                     "X",
-                    span["name"],
+                    span.name,
                     process,
                     thread,
-                    cat=span["kind"],
+                    cat=span.kind,
                     ts=start,
                     dur=round(end - start, 3),
-                    args={"id": record["id"], "stop_reason": record["stop_reason"]},
+                    args={"id": record.id, "stop_reason": record.stop_reason},
                 )
 
 
-def _lanes(spans: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Spans of one row must not overlap: each goes to the first row that is free by then."""
-    lanes: list[list[dict[str, Any]]] = [[]]
-    for span in sorted(spans, key=lambda span: span["start_s"]):
-        free = (lane for lane in lanes if not lane or lane[-1]["end_s"] <= span["start_s"])
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Put each span into the first row that is free by then: spans of a row must not overlap."""
+    lanes: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda span: span.start_s):
+        free = (lane for lane in lanes if not lane or lane[-1].end_s <= span.start_s)
         lane = next(free, None)
         if lane is None:
             lanes.append([span])
@@ -98,9 +103,9 @@ def _lanes(spans: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _counters(batch: Sequence[RolloutRecord], process: int, begin_s: float) -> Iterator[Event]:
-    """How many trajectories were with the model (active) and with tools (waiting)."""
+    """Count trajectories that wait for the model (active), and for tools or users (waiting)."""
     changes = sorted(
-        change for record in batch for change in _changes(record["spans"])
+        change for record in batch for change in _changes(record.trajectory.spans)
     )  # time, kind, step
     counts = {"active": 0, "waiting": 0}
     for time_s, now in itertools.groupby(changes, key=lambda change: change[0]):
@@ -111,9 +116,9 @@ def _counters(batch: Sequence[RolloutRecord], process: int, begin_s: float) -> I
         )
 
 
-def _changes(spans: Iterable[dict[str, Any]]) -> Iterator[tuple[float, str, int]]:
-    for kind, counter in (("model", "active"), ("tool", "waiting")):
-        own = [(span["start_s"], span["end_s"]) for span in spans if span["kind"] == kind]
+def _changes(spans: Sequence[Span]) -> Iterator[tuple[float, str, int]]:
+    for kind, counter in (("model", "active"), ("tool", "waiting"), ("user", "waiting")):
+        own = [(span.start_s, span.end_s) for span in spans if span.kind == kind]
         for start_s, end_s in merged(own):
             yield start_s, counter, 1
             yield end_s, counter, -1

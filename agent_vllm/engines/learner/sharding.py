@@ -1,10 +1,10 @@
-"""One tensor of a learner, whole: where it is sharded, its global shape and how it is gathered.
+"""Read single tensors of a wrapped or sharded learner: global shapes and gathered values.
 
-Owns what is particular to DDP, FSDP2, DeepSpeed ZeRO-3, `torch.compile` and checkpoint wrappers.
-Invariant: the learner is only read, and no more than one of its tensors is gathered at a time.
+Owns what is specific to DDP, FSDP2, DeepSpeed ZeRO-3, `torch.compile` and checkpoint wrappers.
+Invariant: the learner is only read, and at most one of its tensors is gathered at a time.
 
-FSDP2 is tested with two gloo processes on a CPU. DeepSpeed is not: its calls are tested against a
-stand-in for `ds_shape` and `GatheredParameters`.
+FSDP2 is tested with two gloo processes on a CPU. DeepSpeed is tested against a stand-in for
+`ds_shape` and `GatheredParameters` only.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,28 +22,30 @@ _FSDP1_WRAPPED = "_fsdp_wrapped_module"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightUnit:
-    """Weights that are read together: most often one tensor, with its name.
+    """Weights that are read together: usually one tensor, with its name.
 
     Attributes:
-        meta: names with tensors on the meta device, of the global shape.
-        read: the values under the same names; a collective call where the learner is sharded.
+        meta: name to a meta tensor of the global shape.
+        read: return the values under the same names. The argument says whether adapters are merged
+            into them. A collective call if the learner is sharded.
     """
 
     meta: dict[str, torch.Tensor]
-    read: Callable[[], Mapping[str, torch.Tensor]]
+    read: Callable[[bool], Mapping[str, torch.Tensor]]
 
 
 def tensor_unit(name: str, tensor: torch.Tensor) -> WeightUnit:
-    return WeightUnit(meta={name: on_meta(tensor)}, read=lambda: {name: full_tensor(tensor)})
+    """Return the unit of one plain tensor."""
+    return WeightUnit(meta={name: on_meta(tensor)}, read=lambda _: {name: full_tensor(tensor)})
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What is inside of DDP's, DeepSpeed's, `torch.compile`'s and checkpointing's wrappers.
+    """Return the module inside DDP, DeepSpeed, `torch.compile` and checkpoint wrappers.
 
-    A wrapper has one child, under a wrapper's name, and no tensor of its own.
+    A wrapper has one child, with a wrapper's name, and no tensor of its own.
 
     Raises:
-        WeightSyncError: FSDP1, whose flat parameters can't be gathered one by one.
+        WeightSyncError: the learner uses FSDP1, whose flat parameters can't be gathered one by one.
     """
     while True:
         names = list(module._modules)
@@ -59,39 +61,39 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters and persistent buffers, as `state_dict` has them."""
+    """Return a module's own parameters and persistent buffers, as in `state_dict`."""
     tensors = {**module._parameters, **module._buffers}
     skipped = module._non_persistent_buffers_set
     return {k: t for k, t in tensors.items() if t is not None and k not in skipped}
 
 
 def plain_class(module: torch.nn.Module) -> type:
-    """The module's class as it was before FSDP2 replaced it."""
+    """Return the module's class as it was before FSDP2 replaced it."""
     classes = type(module).__mro__
     return next(c for c in classes if not any(base.__name__ == "FSDPModule" for base in c.__mro__))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether reading the model's weights, or running it, is a collective call."""
+    """Return whether reading or running the model is a collective call."""
     return any(_is_dtensor(p) or _is_zero3(p) for p in model.parameters())
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let FSDP2 drop what it has gathered for a forward pass: its optimizer holds the shards."""
+    """Make FSDP2 drop parameters gathered for a forward pass; the optimizer updates the shards."""
     for module in model.modules():
         if plain_class(module) is not type(module):
             module.reshard()  # type: ignore[operator]
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same global shape and dtype without values; no collective call."""
+    """Return a meta tensor of the same global shape and dtype, without a collective call."""
     shape = tensor.ds_shape if _is_zero3(tensor) else tensor.shape  # type: ignore[attr-defined]
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 @torch.no_grad()
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, without gradients: the learner's own storage where it isn't sharded."""
+    """Return the whole tensor without gradients; it shares storage unless it is sharded."""
     if _is_zero3(tensor):
         import deepspeed  # type: ignore[import-not-found]
 
@@ -104,13 +106,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(tensor: Any) -> torch.Tensor:
-    device_type = tensor.device_mesh.device_type  # offloaded shards are gathered where it can be
+    device_type = tensor.device_mesh.device_type  # offloaded shards are gathered on the device
     with _current_device(device_type):
         return tensor.to(device_type).full_tensor()
 
 
 def _current_device(device_type: str) -> Any:
-    """A thread's current GPU is the first unless it says otherwise, and engines have threads."""
+    """Use this process's GPU: in an engine's thread the current one would be GPU 0."""
     if device_type != "cuda":
         return nullcontext()
     from accelerate import PartialState

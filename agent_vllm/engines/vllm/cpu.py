@@ -1,7 +1,7 @@
-"""What vLLM's CPU path is made to do otherwise, for speed: compiling, noise, small models' weights.
+"""Change vLLM's CPU path for speed: compiling, sampling noise, weights of small models.
 
-Invariant: what is sampled, and its logprobs, are those of a vLLM left as it is, but for the noise,
-which is `noise`'s own.
+Invariant: tokens and logprobs are those of an unchanged vLLM, except for the noise, which is that
+of `sampling_noise`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,12 +11,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
-from agent_vllm.engines.noise import NoiseStream, draw_noise, noise_stream
+from agent_vllm.engines.models import head_size
+from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
+from agent_vllm.errors import UnsupportedModelError
 
 UNPACKED_LIMIT = 16 << 20
-"""Bytes of weights of a small model. Measured: up to here sampling is as fast without packing and a
-sync takes a quarter of the time; at 77 MiB sampling is slower, by 3 % (64 rows) to 37 % (8)."""
+"""Bytes of weights of a small model. Measured: up to this size sampling is as fast without packing,
+and a sync takes a quarter of the time. At 77 MiB sampling is 3 % (64 rows) to 37 % (8) slower."""
 
 
 def is_cpu() -> bool:
@@ -25,8 +28,25 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def check_head_size(config: PreTrainedConfig) -> None:
+    """Check that vLLM's CPU attention has the model's head size.
+
+    Raises:
+        UnsupportedModelError: names the size and those that it has.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = head_size(config), CPUAttentionBackend.get_supported_head_sizes()
+    uses_latents = hasattr(config.get_text_config(), "kv_lora_rank")  # its heads are not cached
+    if size not in sizes and not uses_latents:
+        raise UnsupportedModelError(
+            f"The model's attention heads must have a size of {sizes} for vLLM on a CPU, got "
+            f'{size}. Use the torch engine (rollout_engine="torch").'
+        )
+
+
 def skip_rank_compilation() -> None:
-    """The rank of a sampled token, which nobody reads here, is compiled on first use: 5 to 17 s."""
+    """Skip compiling the rank of a sampled token, which is not read here: it takes 5 to 17 s."""
     from vllm.v1.sample import sampler
 
     def count(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -36,9 +56,9 @@ def skip_rank_compilation() -> None:
 
 
 def draw_our_noise(llm: Any) -> None:
-    """vLLM draws noise for all rows and then anew for seeded ones, which all of ours are.
+    """Draw noise once per row. vLLM draws it for all rows and again for seeded ones.
 
-    Rows without a generator are greedy; vLLM overrules what is drawn for them.
+    All requests here are seeded. Rows without a generator are greedy: vLLM ignores their draw.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -68,14 +88,15 @@ def draw_our_noise(llm: Any) -> None:
 
 
 def is_small(shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> bool:
+    """Return whether the weights have at most `UNPACKED_LIMIT` bytes."""
     return sum(shape.numel() for shape in shapes.values()) * dtype.itemsize <= UNPACKED_LIMIT
 
 
 @contextmanager
 def unpacked_weights() -> Iterator[None]:
-    """Linear layers that vLLM makes in this block keep their weights as they are loaded.
+    """Keep the weights of linear layers built in this block as they are loaded.
 
-    vLLM packs them for its matmuls, again at every sync.
+    vLLM would pack them for its matmuls, and again at every sync.
     """
     from vllm.model_executor.layers import utils
 
@@ -91,14 +112,14 @@ def unpacked_weights() -> Iterator[None]:
 
 
 def is_unpacked(llm: Any) -> bool:
-    """Whether the linear layers keep their weights as they are loaded."""
+    """Return whether the linear layers keep their weights as they are loaded."""
     modules = _runner(llm).get_model().modules()
     linears = [module.cpu_linear for module in modules if hasattr(module, "cpu_linear")]
     return bool(linears) and all(linear is torch.nn.functional.linear for linear in linears)
 
 
 def is_plain(llm: Any) -> bool:
-    """Whether there is nothing but unquantised linear layers and embeddings, without adapters."""
+    """Return whether all layers are unquantised linear layers and embeddings, without adapters."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -110,10 +131,7 @@ def is_plain(llm: Any) -> bool:
 
 
 def load_unpacked(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy weights into a model that `is_unpacked` and `is_plain`.
-
-    What its layers derive from them is made anew.
-    """
+    """Copy weights into an `is_unpacked` and `is_plain` model; redo what depends on them."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     model = _runner(llm).get_model()

@@ -1,7 +1,7 @@
-"""Weights into a vLLM engine of this process, every one accounted for.
+"""Load weights into a vLLM engine of this process.
 
-Owns what vLLM's reload leaves to its caller: it only logs what was not loaded, and on CPU it leaves
-experts unpacked. Invariant: each parameter of vLLM's model has been loaded, or it raises.
+Owns what vLLM's reload leaves to its caller: vLLM only logs parameters that were not loaded, and on
+CPU it leaves experts unpacked. Invariant: every parameter of vLLM's model is loaded, or it raises.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,18 @@ import torch
 from agent_vllm.engines.vllm import cpu
 from agent_vllm.errors import WeightSyncError
 
+_HEAD = "lm_head.weight"
+
 
 def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load by vLLM's layer-wise reload, or as they are where vLLM has packed nothing.
+    """Load by vLLM's layer-wise reload, or by copying if vLLM has packed nothing.
 
     Raises:
         WeightSyncError: names the parameters that got no weights.
     """
     model = llm.model_executor.driver_worker.model_runner.get_model()
+    if _lacks_tied_head(model, llm.model_config.hf_config):
+        weights = (named for named in weights if named[0] != _HEAD)
     names = {_loader_name(name) for name, _ in model.named_parameters()}
     is_unpacked = cpu.is_cpu() and cpu.is_unpacked(llm)
     with _loads_noted(model) as loaded:
@@ -39,9 +43,15 @@ def load_into(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         )
 
 
+def _lacks_tied_head(model: Any, config: Any) -> bool:
+    """Return whether the head is tied and has no name in vLLM's model, as in Gemma 2."""
+    is_tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    return is_tied and not hasattr(model, _HEAD.removesuffix(".weight"))
+
+
 @contextmanager
 def _loads_noted(model: Any) -> Iterator[set[str]]:
-    """The names of the parameters that the model's own loader says it has loaded."""
+    """Collect the names of the parameters that the model's own loader reports as loaded."""
     names: set[str] = set()
     load = model.load_weights
 
@@ -58,12 +68,12 @@ def _loads_noted(model: Any) -> Iterator[set[str]]:
 
 
 def _loader_name(name: str) -> str:
-    """A parameter as vLLM's loaders call it: LoRA's and the experts' wrappers are left out."""
+    """Return a parameter's name in vLLM's loaders, without LoRA's and the experts' wrappers."""
     return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
 
 
 def _repack_experts(model: Any) -> None:
-    """vLLM packs experts when it builds their kernel, and not again when it reloads them."""
+    """Pack experts again; vLLM does so only when it builds their kernel."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:

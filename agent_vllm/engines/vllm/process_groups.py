@@ -1,8 +1,8 @@
-"""vLLM's process groups, apart from the learner's.
+"""Keep vLLM's process groups apart from the learner's.
 
-vLLM takes the process's default group for its own world and makes its groups out of it, which every
+vLLM would take the process's default group as its world and make its groups from it, which every
 rank of a learner would have to do at the same moment. Invariant: an engine in this process is alone
-in its groups, whatever the learner's world is, and the learner's default group stays the default.
+in its groups, and the learner's default group stays the default.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 from torch.distributed import ProcessGroup, destroy_process_group, distributed_c10d
 
-_users: set[object] = set()  # engines that live
-_default: ProcessGroup | None = None  # theirs, of this process alone
+_users: set[object] = set()  # open engines
+_default: ProcessGroup | None = None  # theirs; only this process is in it
 
 
 @contextmanager
 def own_default_group() -> Iterator[None]:
-    """Inside, the default group is vLLM's; none until vLLM has made it."""
+    """Make vLLM's group the default inside the block; none until vLLM has made it."""
     global _default
     learners = distributed_c10d.GroupMember.WORLD
     distributed_c10d._update_default_pg(_default)
@@ -28,12 +28,12 @@ def own_default_group() -> Iterator[None]:
 
 
 def acquire(engine: object) -> None:
-    """An engine is about to be built; it shares the groups with those that live."""
+    """Register an engine that is about to be built; open engines share the groups."""
     _users.add(engine)
 
 
 def release(engine: object) -> None:
-    """The engine is gone; the last one takes the groups with it."""
+    """Unregister an engine; destroy the groups with the last one."""
     global _default
     _users.discard(engine)
     if _users or _default is None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from agent_vllm.chat import ResponseParser
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.inspect.doctor.engine_checks import (
     ENGINE_CHECKS,
@@ -33,10 +34,8 @@ from agent_vllm.inspect.doctor.engine_checks import (
 from agent_vllm.inspect.doctor.findings import Finding, Report
 from agent_vllm.inspect.doctor.subject import SubjectState, Tools
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE_CHECKS
-from agent_vllm.parsing import ResponseParser
 from agent_vllm.types import Messages
 
-HELP = "check a model, its chat template and its engines before training"
 DEFAULT_PROMPTS = ("What is the weather in Oslo?", "What is 17 times 23?")
 _COLOURS = {"pass": "green", "note": "cyan", "fail": "bold red", "skipped": "yellow"}
 _ENGINES = {"torch": ["torch"], "vllm": ["vllm"], "both": None}

@@ -19,14 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_vllm.batch import TrainingBatch, collate
-from agent_vllm.chat import num_common
+from agent_vllm.chat import SampledTurn, num_common
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
-from agent_vllm.engines.models import context_length, evaluating, pad_token_id, vocabulary_size
+from agent_vllm.engines.learner import vocabulary_size
+from agent_vllm.engines.models import context_length, evaluating, pad_token_id
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE
 from agent_vllm.logprobs import LogprobGap, logprob_gap, predicted_logprobs
-from agent_vllm.parsing import SampledTurn
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.types import Limits, ParsedTurn, Trajectory
 

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.chat import ChatFormat, num_common
-from agent_vllm.parsing import ResponseParser
+from agent_vllm.chat import ChatFormat, ResponseParser, num_common
 from agent_vllm.rollout import rollout_single
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool, tools_by_name

@@ -12,8 +12,7 @@ from typing import Any, cast
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.batch import collate
-from agent_vllm.chat import ChatFormat, num_common
-from agent_vllm.chat_template import ChatTemplate
+from agent_vllm.chat import ChatFormat, ChatTemplate, SampledTurn, num_common
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
@@ -24,7 +23,6 @@ from agent_vllm.inspect.doctor.subject import (
     example_call,
     load_tools,
 )
-from agent_vllm.parsing import SampledTurn
 from agent_vllm.types import Messages, ToolCall, ToolResult
 
 _THOUGHT = "Rain is likely there."
@@ -233,7 +231,7 @@ def _run_of(ids: Sequence[int], spot: int) -> list[int]:
 def find_padding(state: SubjectState) -> Finding:
     """Padding is told by lengths: no real token is masked, whatever the pad id is."""
     pad_id = pad_token_id(state.tokenizer)
-    long, short = state.story, replace(state.story, segments=state.story.segments[:1])
+    long, short = state.story, replace(state.story, turns=state.story.turns[:1])
     batch = collate([long, short], pad_id)
     lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in (long, short)]
     sampled = [row.num_sampled_tokens for row in (long, short)]

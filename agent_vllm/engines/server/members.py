@@ -1,0 +1,175 @@
+"""The servers of one engine: which of them are in, and calls to all of them.
+
+Everything here runs on the connections' event loop. Invariant: a server that is in holds the
+weights named `label`, as far as anyone has looked.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from agent_vllm.engines.server.client import NoAnswerError, ServerClient
+from agent_vllm.errors import EngineDeadError, EngineError, VLLMServerError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FRESH_S = 0.01  # a server is not examined again within this time
+
+
+@dataclass(eq=False, kw_only=True)
+class Server:
+    """One server and what is known of it. It is in as long as `why_out` is None."""
+
+    client: ServerClient
+    num_workers: int = 1
+    why_out: str | None = None
+    last_trouble: str | None = None  # since it last answered well
+    seen_s: float = -math.inf  # when it was last known to hold the current weights
+    tasks: set[asyncio.Task] = field(default_factory=set)  # one per request that it works on
+    examining: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_in(self) -> bool:
+        return self.why_out is None
+
+    def __str__(self) -> str:
+        return self.client.url
+
+
+class Members:
+    """All servers of an engine. Those that are in get requests and weights.
+
+    Args:
+        health_interval_s: seconds between two health checks of a server that has requests.
+
+    Attributes:
+        label: name of the weights that the servers must hold; None while weights change.
+    """
+
+    def __init__(self, clients: Iterable[ServerClient], *, health_interval_s: float = 2.0) -> None:
+        self.servers = [Server(client=client) for client in clients]
+        self.label: str | None = None
+        self._health_interval_s = health_interval_s
+
+    @property
+    def in_use(self) -> list[Server]:
+        """Servers that are in."""
+        return [server for server in self.servers if server.is_in]
+
+    @property
+    def tasks(self) -> list[asyncio.Task]:
+        """One task per request on its way to any server."""
+        return [task for server in self.servers for task in server.tasks]
+
+    def sizes(self) -> dict[Server, int]:
+        """Return the number of workers of each server that is in."""
+        return {server: server.num_workers for server in self.in_use}
+
+    def none_left(self) -> EngineDeadError:
+        """Return the error that says why every server is out."""
+        reasons = " ".join(f"{s}: {s.why_out}." for s in self.servers if not s.is_in)
+        return EngineDeadError(f"No server is left. {reasons}")
+
+    # ---- health ----
+
+    async def watch(self) -> None:
+        """Examine servers that have requests at intervals, until cancelled."""
+        while True:
+            await asyncio.sleep(self._health_interval_s)
+            await asyncio.gather(*(self.examine(server) for server in self.in_use if server.tasks))
+
+    def is_stale(self, server: Server) -> bool:
+        """Return whether the server may have been restarted since it was last examined."""
+        return time.monotonic() - server.seen_s > max(self._health_interval_s, _FRESH_S)
+
+    async def examine(self, server: Server, trouble: str = "") -> None:
+        """Take a server out that doesn't answer, or that came back with other weights.
+
+        Args:
+            trouble: what was noticed; examines the server even if it was just seen.
+        """
+        async with server.examining:
+            if not server.is_in or self.label is None:
+                return
+            if not trouble and not self.is_stale(server):
+                return
+            try:
+                label = await server.client.weight_version()
+            except EngineError as error:
+                self.take_out(server, trouble or str(error))
+                return
+            server.seen_s, server.last_trouble = time.monotonic(), None
+            if self.label is not None and label != self.label:
+                self.take_out(
+                    server,
+                    f"its weights are {label!r}, not {self.label!r}: it was started again, or "
+                    "somebody else wrote to it",
+                )
+
+    def take_out(self, server: Server, reason: str) -> None:
+        """Stop using a server until an update reaches it; its requests go to other servers."""
+        if not server.is_in:
+            return
+        level = logging.INFO if reason == server.last_trouble else logging.WARNING
+        server.why_out = server.last_trouble = reason
+        logger.log(
+            level,
+            "%s is out, with %d requests: %s. The next weight update takes it back if it answers.",
+            server, len(server.tasks), reason,
+        )  # fmt: skip
+        for task in server.tasks:
+            task.cancel()
+
+    async def take_back(self, check: Callable[[Server], Awaitable[object]]) -> None:
+        """Before an update, take back servers that are out and answer again.
+
+        Args:
+            check: raises a `VLLMServerError` if the server must stay out.
+        """
+        for server in [server for server in self.servers if not server.is_in]:
+            try:
+                await check(server)
+                await server.client.pause()
+            except (VLLMServerError, EngineError) as error:
+                logger.info("%s stays out: %s", server, error)
+                continue
+            logger.warning("%s is back.", server)
+            server.why_out = None
+
+    # ---- calls to all ----
+
+    async def each(self, call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+        """Call every server that is in; take out those that don't answer.
+
+        Raises:
+            RefusedError: a server refused.
+            EngineDeadError: no server is left.
+        """
+        servers = self.in_use
+        results = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, NoAnswerError):
+                self.take_out(server, str(result))
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, NoAnswerError):
+                raise result
+        if not self.in_use:
+            raise self.none_left()
+        answered = zip(servers, results, strict=True)
+        return {s: r for s, r in answered if not isinstance(r, BaseException)}
+
+    async def each_that_can(self, call: Callable[[Server], Awaitable[object]]) -> None:
+        """Call every server that is in; take out those that fail, even if none is left."""
+
+        async def call_or_take_out(server: Server) -> None:
+            try:
+                await call(server)
+            except EngineError as error:
+                self.take_out(server, str(error))
+
+        await asyncio.gather(*map(call_or_take_out, self.in_use))

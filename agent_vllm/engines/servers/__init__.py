@@ -1,1 +1,0 @@
-"""`vllm serve` processes: reached, checked, started, given weights."""

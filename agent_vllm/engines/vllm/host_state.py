@@ -1,0 +1,63 @@
+"""Keep vLLM from changing the process that hosts it.
+
+vLLM replaces `torch.set_num_threads`, reseeds the global generators, edits the environment (which
+tools' subprocesses would inherit) and the exception hook, and draws from torch's global generator
+at every step. Invariant: the learner's random stream and the tools' environment are those of a
+process without vLLM.
+"""
+
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+import numpy as np
+import torch
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+}
+
+
+@contextmanager
+def host_process_kept() -> Iterator[None]:
+    """Restore everything that vLLM's start-up changes in the process."""
+    environment, hook = dict(os.environ), sys.excepthook
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    os.environ.update(_ENVIRONMENT)
+    try:
+        with random_state_kept(), warnings.catch_warnings(), _stdout_with_fileno():
+            warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own imports
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.excepthook = hook
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _stdout_with_fileno() -> Iterator[None]:
+    """Give vLLM a stdout with a file descriptor; captured output and notebooks may have none."""
+    try:
+        sys.stdout.fileno()
+    except (OSError, AttributeError):
+        with open(os.devnull, "w") as devnull, redirect_stdout(devnull):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore torch's global generators, on the CPU and on the current GPU."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,82 @@
+"""Choose vLLM's arguments for a rollout engine, on a CPU or a GPU.
+
+Owns `VLLMOptions`. Invariant: ids in and ids out, with logprobs of the sampled distribution.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from agent_vllm.engines.models import head_size
+from agent_vllm.engines.vllm.lora import lora_args
+
+_CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
+_CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about 1 s per GiB
+_CPU_MAX_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMOptions:
+    """Options of an engine in this process, and the vLLM arguments they become."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    further: dict[str, Any]  # arguments of `vllm.EngineArgs` that override these
+    lora_rank: int | None = None  # None: no adapter
+    sleep_mode: bool = False
+    gpu: int | None = None  # index of the learner's GPU, which the engine shares
+
+    def engine_args(self, config: PreTrainedConfig, *, on_cpu: bool) -> dict[str, Any]:
+        """Return the arguments of `vllm.EngineArgs`, without the model."""
+        device = self._cpu_args(config) if on_cpu else self._cuda_args()
+        if self.lora_rank is not None:
+            device |= lora_args(self.lora_rank)
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "runner": "generate",
+            "skip_tokenizer_init": True,  # ids in, ids out
+            "generation_config": "vllm",  # neutral sampling; ignore the checkpoint's advice
+            "logprobs_mode": "processed_logprobs",  # of the sampled distribution
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "seed": 0,
+            "enable_sleep_mode": self.sleep_mode,
+            **device,
+            **self.further,
+        }
+
+    def _cuda_args(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"gpu_memory_utilization": self.gpu_memory_utilization}
+        if self.kv_cache_memory_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_bytes
+        return arguments
+
+    def _cpu_args(self, config: PreTrainedConfig) -> dict[str, Any]:
+        cache_bytes = self.kv_cache_memory_bytes or _cpu_kv_cache_bytes(
+            config, self.dtype, self.max_model_len, self.max_num_seqs
+        )
+        return {
+            "enforce_eager": True,  # compiling costs more than it saves here
+            "block_size": _CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": cache_bytes,
+            # A prompt prefilled in pieces rewinds its seeded generator; CPU generators can't.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_MAX_BATCHED_TOKENS, self.max_model_len),
+        }
+
+
+def _cpu_kv_cache_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int
+) -> int:
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * head_size(config) * dtype.itemsize
+    sequence = token * (max_model_len + 2 * _CPU_BLOCK_SIZE)
+    return max(min(sequence * max_num_seqs, _CPU_KV_CACHE_LIMIT), 2 * sequence)

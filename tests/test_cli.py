@@ -1,0 +1,22 @@
+"""The command line itself: every command explains itself."""
+
+import pytest
+
+from agent_vllm.cli import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_is_printed_for_every_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"] if command is None else [command, "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: agent-vllm {command or '[-h]'}")
+    if command is None:
+        assert all(name in printed for name in COMMANDS)
+
+
+def test_simulate_help_says_which_share_of_a_link_is_used(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    assert "80% of the nominal rate" in " ".join(capsys.readouterr().out.split())
