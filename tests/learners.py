@@ -1,4 +1,4 @@
-"""Small learners for tests of weights: plain, wrapped, with packed experts, sharded by a stand-in of ZeRO-3."""
+"""Small learners for tests of weights: plain, wrapped, packed, and sharded by a stand-in."""
 
 import sys
 import types
