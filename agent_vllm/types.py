@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from agent_vllm.settings import Limits as Limits
-from agent_vllm.settings import SamplingParams as SamplingParams
 from agent_vllm.spans import covered_s
 
 

@@ -1,4 +1,4 @@
-"""Folders made once per machine and kept: in `AGENT_VLLM_CACHE` or `~/.cache/agent_vllm`."""
+"""Keep folders that are expensive to make: under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm`."""
 
 import hashlib
 import os
@@ -13,9 +13,9 @@ from filelock import FileLock
 def made_once(name: str, sources: Sequence[str | Path], make: Callable[[Path], object]) -> Path:
     """Return the folder of that name; `make` fills it if it does not exist yet.
 
-    The name is followed by a digest of the source files, so an edited recipe never meets an old
-    folder. It is filled under another name and renamed when complete: what is there is whole. Of
-    several processes that ask at the same time one fills it and the others wait.
+    A digest of the source files is part of the name, so an edited recipe never uses an old folder.
+    The folder is filled under a temporary name and renamed when complete. Of several processes that
+    ask at once one fills it, and the others wait.
     """
     cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
     digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources))

@@ -11,14 +11,19 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import importlib.util
 
 import pytest
+import trainers
 from browser import browser
 from fakes import chatml_tokenizer
+from learners import zero3_and_whole
 from records import page_of, read, record_real
 from tiny_agent import tiny_agent_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.testing import ScriptedRolloutEngine
+
+# Groups that take longest; they start first, so that no worker waits for another in the end.
+LONGEST = ("vllm", "test_server_engine.py", "test_ranks.py", "browser", "test_trainer.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
@@ -29,8 +34,12 @@ def pytest_collection_modifyitems(items):
             if "vllm" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: rank(group_of(item)))  # else in their order
+
+
+def rank(group):
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
 
 def group_of(item):
@@ -72,6 +81,11 @@ def agent(agent_path):
     return model, AutoTokenizer.from_pretrained(agent_path)
 
 
+@pytest.fixture
+def zero3(monkeypatch):
+    return zero3_and_whole(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def vllm_engine(agent_path):
     """The real vLLM on this machine; tests that change its weights put their own in first."""
@@ -81,6 +95,28 @@ def vllm_engine(agent_path):
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     with VLLMRolloutEngine(model, tokenizer) as engine:
         yield engine
+
+
+@pytest.fixture
+def new_trainer(agent, tmp_path, request):
+    """Build real trainers on the small agent; they are closed after the test.
+
+    The engine is "torch", "vllm" (the shared one), "own vllm" or an engine; other arguments are
+    those of `trainers.build`.
+    """
+    built = []
+
+    def new(engine="torch", **changes):
+        if engine == "vllm":
+            engine = request.getfixturevalue("vllm_engine")
+        elif engine == "own vllm":
+            engine = "vllm"
+        built.append(trainers.build(agent, tmp_path / "out", engine, **changes))
+        return built[-1]
+
+    yield new
+    for trainer in built:
+        trainer.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,18 @@
 """A PEFT learner's weights in the engines: the adapter alone, or merged into copies."""
 
-import asyncio
 import copy
 import random
 
 import pytest
 import torch
 from adapted import adapted
-from test_weight_sync import packed_model
+from agreement import TOLERANCE, gap
+from learners import packed_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
 from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.errors import WeightSyncError
-from agent_vllm.logprobs import predicted_logprobs
-
-TOLERANCE = 1e-5
-
-
-def gap(engine, model, prompts=((20, 30, 40), (50,), tuple(range(60, 100)))):
-    """Largest distance of a sampled logprob from a plain forward of the learner."""
-    gaps = []
-    for prompt in map(list, prompts):
-        sampled = asyncio.run(engine.generate(prompt, max_new_tokens=12, seed=1))
-        ids = torch.tensor([prompt + sampled.token_ids])
-        with torch.no_grad():
-            logprobs = predicted_logprobs(model.eval()(input_ids=ids).logits, ids)
-        gaps.append(logprobs[0, len(prompt) - 1 :] - torch.tensor(sampled.logprobs))
-    return max(difference.abs().max().item() for difference in gaps)
 
 
 def train_a_step(model, lr=1e-2):

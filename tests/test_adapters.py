@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from adapted import adapted
+from learners import Wrapper, learner, packed_model
 from peft import LoHaConfig, PromptTuningConfig, TaskType, get_peft_model
-from test_weight_sync import Wrapper, learner, packed_model
 
 from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.learner.peft import is_tied

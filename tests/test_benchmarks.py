@@ -21,6 +21,7 @@ def figure(goal, *values):
     return Figure(id="X1", what="a ratio", goal=goal, values=values)
 
 
+@pytest.mark.e2e
 def test_a_row_is_measured_and_written(tmp_path, agent_path):
     command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "B4"]
     process = subprocess.run(

@@ -576,6 +576,7 @@ def test_a_bfloat16_model_is_held_to_its_own_tolerance(agent):
 # ---- the command ----
 
 
+@pytest.mark.e2e
 def test_the_command(agent_path):
     """The whole of it once, in a process of its own."""
     process = subprocess.run(

@@ -7,24 +7,20 @@ import threading
 
 import pytest
 import torch
-from datasets import Dataset
-from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+import trainers
+from tiny_tasks import correct_reward
+from trainers import TOOLS, fresh, rows
+from transformers import TrainerCallback
 
 from agent_vllm import StopReason, TorchRolloutEngine, collate, rollout_batch
 from agent_vllm.errors import EngineDeadError
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 FAILED_ALL = "it failed all 8 trajectories, the first with: "
 RAISED = "The engine failed: RuntimeError: on purpose"
 HUNG = "The engine hangs: it has made no progress for 10 s."
-
-
-def rows(num_rows=16):
-    return Dataset.from_list(make_tasks("train", num_rows, kinds=SMALL_KINDS))
 
 
 def steps_of(engine):
@@ -88,34 +84,20 @@ def build(agent_path, folder, engine="torch", breaker=None, model=None, **settin
     """A trainer on the small agent; an engine that it builds is watched closely."""
     if isinstance(engine, str):
         settings["rollout_engine_kwargs"] = {"hang_s": 10}
-    args = AgentGRPOConfig(
-        output_dir=str(folder),
+    own_model, tokenizer = fresh(agent_path)
+    trainer = trainers.build(
+        (model or own_model, tokenizer),
+        folder,
+        engine,
+        reward_funcs=correct_reward,
+        tools=TOOLS,
+        callbacks=[breaker] if breaker else None,
         max_steps=3,
-        per_device_train_batch_size=8,
-        num_generations=4,
         max_completion_length=100,
         max_turns=3,
-        learning_rate=5e-4,
         lr_scheduler_type="constant",
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
         record_rollouts=True,
         **settings,
-    )
-    trainer = AgentGRPOTrainer(
-        model=model or AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32"),
-        reward_funcs=correct_reward,
-        args=args,
-        train_dataset=rows(),
-        processing_class=AutoTokenizer.from_pretrained(agent_path),
-        tools=[calculator, get_weather, get_price],
-        rollout_engine=engine,
-        callbacks=[breaker] if breaker else None,
     )
     if breaker:
         breaker.trainer = trainer
@@ -124,14 +106,14 @@ def build(agent_path, folder, engine="torch", breaker=None, model=None, **settin
 
 @pytest.fixture
 def make_trainer(agent_path, tmp_path):
-    trainers = []
+    built = []
 
     def make(engine="torch", **options):
-        trainers.append(build(agent_path, tmp_path / "out", engine, **options))
-        return trainers[-1]
+        built.append(build(agent_path, tmp_path / "out", engine, **options))
+        return built[-1]
 
     yield make
-    for trainer in trainers:
+    for trainer in built:
         trainer.close()
 
 
@@ -227,7 +209,7 @@ def test_a_rebuilt_engine_samples_with_the_learners_weights(make_trainer, engine
     breaker.break_engine()
     trainer._generate_and_score_completions([row for row in rows(2) for _ in range(4)])
     assert trainer.engine_life.num_rebuilds == 1
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     with torch.no_grad():
         logits = trainer.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     learner = predicted_logprobs(logits, batch.input_ids) * batch.completion_mask

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_weight_sync import learner
+from learners import learner
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from agent_vllm.record import read_rollouts
 
 SCRIPT = EXAMPLES / "train_tool_agent.py"
+pytestmark = pytest.mark.e2e
 
 
 def command(agent_path, output_dir, **options):

@@ -7,22 +7,16 @@ optimizer steps with their syncs. The largest distance is printed.
 
 import pytest
 import torch
-from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
+from agreement import TOLERANCE, distance, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_vllm import (
-    ChatFormat,
-    Limits,
     TorchRolloutEngine,
     VLLMRolloutEngine,
     collate,
-    rollout_batch,
 )
 from agent_vllm.engines.vllm import cpu
-from agent_vllm.logprobs import logprob_gap, predicted_logprobs
 
-TOLERANCE = 1e-5
-TOOLS = [calculator, get_weather, get_price]
 NUM_STEPS = 5
 
 
@@ -58,29 +52,6 @@ def test_the_packed_engine_is_one(vllm_engine, packed_engine):
     assert kinds == [True, False]
 
 
-def sample(engine, tokenizer, temperature):
-    rows = make_tasks("train", 12, kinds=SMALL_KINDS)
-    return rollout_batch(
-        engine,
-        ChatFormat.from_tokenizer(tokenizer),
-        [row["prompt"] for row in rows],
-        [TOOLS] * len(rows),
-        num_generations=2,
-        limits=Limits(max_turns=4, max_completion_tokens=200),
-        temperature=temperature,
-        seed=5,
-    )
-
-
-def distance(model, trajectories, temperature):
-    """Largest |engine - learner| over sampled tokens, by the shifted layout of `collate`."""
-    batch = collate(trajectories, pad_token_id=0)
-    with torch.no_grad():
-        logits = model.eval()(batch.input_ids, attention_mask=batch.attention_mask).logits
-    learner = predicted_logprobs(logits, batch.input_ids, temperature)
-    return logprob_gap(batch.old_per_token_logps, learner, batch.completion_mask).max
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_engine_and_learner_agree_at_start_and_after_every_step(
     engine, agent, temperature, capsys, request
@@ -90,7 +61,7 @@ def test_engine_and_learner_agree_at_start_and_after_every_step(
     distances, first_ids = [], []
     for step in range(NUM_STEPS + 1):
         version = engine.update_policy(model)
-        trajectories = sample(engine, tokenizer, temperature)
+        trajectories = sample(engine, tokenizer, temperature, num_rows=6)
         assert {v for t in trajectories for v in t.policy_versions} == {version}
         assert any(t.num_turns > 1 for t in trajectories)
         distances.append(distance(model, trajectories, temperature))

@@ -4,11 +4,13 @@ import asyncio
 import json
 import sys
 
+import pytest
 from paths import EXAMPLES
 
 NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 
+@pytest.mark.e2e
 def test_every_cell_runs(agent_path, capsys, monkeypatch):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     monkeypatch.chdir(NOTEBOOK.parent)

@@ -20,7 +20,7 @@ from paths import PYTHONPATH, TESTS
 from agent_vllm.record import read_rollouts
 
 GAP = 5e-5
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 def launch(folder, *stories):

@@ -7,24 +7,23 @@ import pytest
 import torch
 from fakes import observed, sampled, trajectory
 from paths import DOCS
-from test_replay import REWARDS, TOOLS, fresh, rows, settings
+from trainers import GAP, REWARDS, TOOLS, config, fresh, rows
 from transformers import AutoTokenizer
 
 from agent_vllm.engines.base import EngineStats
 from agent_vllm.record import read_batches, read_rollouts, redact_secrets
+from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.types import Span, StopReason, ToolResult
 from trl_integration import AgentGRPOTrainer
 from trl_integration.metrics import rollout_metrics
 from trl_integration.recording import RecordedRollout, TrainingRecord
 
-GAP = 5e-5
 
-
-def train(agent_path, folder, trainer_options=None, **changes):
+def train(agent_path, folder, trainer_options=None, engine="torch", **changes):
     model, tokenizer = fresh(agent_path)
-    args = settings(folder, save_strategy="no", logging_steps=1, learning_rate=5e-4, **changes)
+    args = config(folder, max_turns=4, record_rollouts=True, **changes)
     trainer = AgentGRPOTrainer(
-        model, REWARDS, args, rows(), rows(2), tokenizer, tools=TOOLS, rollout_engine="torch",
+        model, REWARDS, args, rows(8), rows(2), tokenizer, tools=TOOLS, rollout_engine=engine,
         **(trainer_options or {}),
     )  # fmt: skip
     trainer.train()
@@ -72,9 +71,14 @@ def test_rows_seen_only_after_the_learner_moved_on_stay_unmeasured(agent_path, t
 
 
 def test_the_record_says_what_the_trainer_knows(agent_path, tmp_path):
+    def script(_):
+        is_cut = len(engine.requests) % 2
+        return engine.encode_turn("It is hard to say. " * 9 if is_cut else "Yes.")
+
+    engine = ScriptedRolloutEngine(AutoTokenizer.from_pretrained(agent_path), script)
     trainer = train(
-        agent_path, tmp_path, max_steps=1, mask_truncated_completions=True, max_new_tokens=24,
-        temperature=0.9,
+        agent_path, tmp_path, engine=engine, max_steps=1, mask_truncated_completions=True,
+        max_new_tokens=24, temperature=0.9,
     )  # fmt: skip
     records = list(read_rollouts(tmp_path / "rollouts.jsonl"))
     assert [r["id"] for r in records] == [f"train-0-0-{row}" for row in range(8)]

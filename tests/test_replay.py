@@ -4,18 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 from fakes import ADD, add, call, tail, user
-from tiny_tasks import (
-    SMALL_KINDS,
-    calculator,
-    correct_reward,
-    format_reward,
-    get_price,
-    get_weather,
-    make_tasks,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from trainers import REWARDS, TOOLS, config, fresh, rows
 
 from agent_vllm import StopReason, collate, rollout_batch
 from agent_vllm.cli import main
@@ -27,11 +17,8 @@ from agent_vllm.record import (
     recorded_tools,
     to_trajectory,
 )
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOTrainer
 from trl_integration.rescore import RescoringTrainer, rescoring_config
-
-TOOLS = [calculator, get_weather, get_price]
-REWARDS = [correct_reward, format_reward]
 
 
 def story(trajectory):
@@ -50,21 +37,16 @@ def story(trajectory):
 
 
 def settings(folder, **changes):
-    return AgentGRPOConfig(
+    return config(
+        folder,
         **{
-            "output_dir": str(folder),
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 120,
             "max_turns": 4,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
+            "save_strategy": "steps",
+            "learning_rate": 1e-6,
+            "logging_steps": 10,
             "record_rollouts": True,
             **changes,
-        }
+        },
     )
 
 
@@ -74,7 +56,7 @@ class Step:
     def __init__(self, agent, args, engine="torch", tools=TOOLS):
         model, tokenizer = agent
         self.trainer = AgentGRPOTrainer(
-            model, REWARDS, args, rows(), processing_class=tokenizer, tools=tools,
+            model, REWARDS, args, rows(8), processing_class=tokenizer, tools=tools,
             rollout_engine=engine,
         )  # fmt: skip
         self.trainer.current_gradient_accumulation_steps = 1
@@ -83,15 +65,6 @@ class Step:
         self.inputs = self.trainer._generate_and_score_completions(batch)
         self.loss = self.trainer._compute_loss(self.trainer.model, self.inputs)
         self.trainer.close()
-
-
-def rows(num_rows=8):
-    return Dataset.from_list(make_tasks("train", num_rows, kinds=SMALL_KINDS))
-
-
-def fresh(agent_path):
-    model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
-    return model, AutoTokenizer.from_pretrained(agent_path)
 
 
 def different(inputs, others):
@@ -127,7 +100,7 @@ def test_a_replay_has_the_rewards_tensors_and_loss_of_the_run_to_the_last_bit(
     assert different(step.inputs, replayed.inputs) == []
     assert replayed.loss == step.loss.item()
     assert replayed.rewards == [record["rewards"] for record in records]
-    pad_id = rescoring._tokenizer.pad_token_id
+    pad_id = rescoring.processing_class.pad_token_id
     ours = collate([to_trajectory(record) for record in records], pad_id)
     theirs = collate(step.trainer.trajectories, pad_id)
     for name in ("input_ids", "attention_mask", "completion_mask", "old_per_token_logps"):

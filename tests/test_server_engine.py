@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from agreement import TOLERANCE, distance, sample
 from fake_vllm import eventually
 from paths import ROOT
-from test_parity import TOLERANCE, distance, sample
-from test_trainer import GAP, make_trainer  # noqa: F401 - a fixture
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
+from trainers import GAP, REWARDS, TOOLS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_servers import is_free, left_in_group, listening_ports, real_servers
 
@@ -36,7 +36,7 @@ from agent_vllm.engines.server.handshake import probe_request
 from agent_vllm.errors import EngineError, InvalidRequestError
 from agent_vllm.logprobs import predicted_logprobs
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 LONG = 400  # tokens: long enough for an update to find it on its way
 
 
@@ -298,9 +298,12 @@ def test_however_a_trainer_ends_nothing_is_left(engine, servers, agent_path, nam
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
-def test_the_trainer_trains_with_servers(make_trainer, servers):  # noqa: F811
+def test_the_trainer_trains_with_servers(new_trainer, servers):
     urls = [server.url for server in servers]
-    trainer = make_trainer("vllm-server", rollout_engine_kwargs={"base_urls": urls})
+    trainer = new_trainer(
+        "vllm-server", rollout_engine_kwargs={"base_urls": urls}, max_steps=2, max_turns=4,
+        reward_funcs=REWARDS, tools=TOOLS,
+    )  # fmt: skip
     before = trainer.rollout_engine.policy_version
     trainer.train()
     assert trainer.rollout_engine.policy_version == before + 2 + 1  # each step, and at the start

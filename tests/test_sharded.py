@@ -10,6 +10,7 @@ import pytest
 from paths import PYTHONPATH, TESTS
 
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from accelerate import Accelerator
-from test_weight_sync import learner
+from learners import learner
 from vllm_stand_in import StandIn
 
 from agent_vllm import VLLMRolloutEngine
@@ -136,7 +136,7 @@ def test_sleep_gives_gpu_memory_back_and_waking_is_exact(agent):
     """Needs a GPU: memory falls while asleep, and the learner's weights are there afterwards."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    from test_adapter_sync import gap
+    from agreement import gap
 
     model, tokenizer = agent
     with VLLMRolloutEngine(model.cuda(), tokenizer, sleep_mode=True) as engine:

@@ -20,6 +20,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(f"{module}.SLEEP_S", 2.0)
 
 
+@pytest.mark.e2e
 def test_nothing_is_lost_and_nothing_left(agent_path, quick, capsys):
     with soak.faulty_engine(soak.scripted_engine(), seed=0) as engine:
         outcome = soak.soak(engine, soak.scripted_cases, num_trajectories=60, batch_size=60, seed=0)

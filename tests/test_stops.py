@@ -17,6 +17,7 @@ from stress import stops
 from trl_integration.interrupts import interrupted_afterwards
 
 
+@pytest.mark.e2e
 @pytest.mark.vllm
 def test_a_run_that_is_stopped_leaves_everything_whole(agent_path):
     command = [sys.executable, "-m", "stress.stops", "--num-moments=2", "--patience-s=60"]

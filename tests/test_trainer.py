@@ -9,15 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import call
-from tiny_tasks import (
-    SMALL_KINDS,
-    calculator,
-    correct_reward,
-    format_reward,
-    get_price,
-    get_weather,
-    make_tasks,
-)
+from tiny_tasks import correct_reward, get_price, get_weather, make_tasks
+from trainers import GAP, REWARDS, TOOLS, rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,75 +19,20 @@ from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionErro
 from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
 from agent_vllm.testing import ScriptedRolloutEngine
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOTrainer
 
-TOOLS = [calculator, get_weather, get_price]
-GAP = 5e-5  # against TRL's own chunked forward; against a plain one see test_parity.py
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-def rows(num_rows=16, split="train"):
-    return Dataset.from_list(make_tasks(split, num_rows, kinds=SMALL_KINDS))
-
-
-def config(**changes):
-    return AgentGRPOConfig(
-        **{
-            "max_steps": 2,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 120,
-            "max_turns": 4,
-            "learning_rate": 5e-4,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            **changes,
-        }
-    )
-
-
 @pytest.fixture
-def make_trainer(agent, tmp_path, request):
-    """Builds trainers on the small agent; `engine` is "torch", "vllm" (the shared one),
-    "own vllm" or one."""
-    model, tokenizer = agent
-    trainers = []
+def make_trainer(new_trainer):
+    """Builds trainers on the small agent; see `new_trainer`."""
 
-    def make(engine="torch", trainer_class=AgentGRPOTrainer, args=None, **changes):
-        settings = {name: changes.pop(name) for name in list(changes) if hasattr_config(name)}
-        if engine == "vllm":
-            engine = request.getfixturevalue("vllm_engine")
-        elif engine == "own vllm":
-            engine = "vllm"
-        arguments = {
-            "model": model,
-            "reward_funcs": [correct_reward, format_reward],
-            "train_dataset": rows(),
-            "processing_class": tokenizer,
-            "tools": TOOLS,
-            **changes,
-        }
-        trainers.append(
-            trainer_class(
-                args=args or config(**{"output_dir": str(tmp_path / "out"), **settings}),
-                rollout_engine=engine,
-                **arguments,
-            )
-        )
-        return trainers[-1]
+    def make(engine="torch", **changes):
+        defaults = {"max_steps": 2, "max_turns": 4, "reward_funcs": REWARDS, "tools": TOOLS}
+        return new_trainer(engine, **{**defaults, **changes})
 
-    yield make
-    for trainer in trainers:
-        trainer.close()
-
-
-def hasattr_config(name):
-    return name in AgentGRPOConfig.__dataclass_fields__
+    return make
 
 
 def parameters(model):
@@ -156,7 +94,7 @@ def test_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(make_
     recorder = VersionRecorder()
     trainer = make_trainer(
         engine,
-        RecordingTrainer,
+        trainer_class=RecordingTrainer,
         callbacks=[recorder],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -248,7 +186,7 @@ def test_the_loss_is_the_one_by_hand_from_the_shifted_layout(make_trainer, loss_
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
     advantages = torch.linspace(-1, 1, 8)
     loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     torch.testing.assert_close(loss, by_hand(trainer, batch, advantages), atol=1e-5, rtol=1e-4)
 
 
@@ -257,7 +195,7 @@ def test_no_gradient_where_an_observation_is_predicted(make_trainer):
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._generate_and_score_completions([r for r in rows(2) for _ in range(4)])
-    batch = collate(trainer.trajectories, trainer._tokenizer.pad_token_id)
+    batch = collate(trainer.trajectories, trainer.processing_class.pad_token_id)
     logits = trainer.model(batch.input_ids, attention_mask=batch.attention_mask).logits.detach()
     logits.requires_grad_(True)
     logprobs = predicted_logprobs(logits, batch.input_ids)
@@ -409,7 +347,7 @@ def test_a_rows_tools_column_picks_its_tools(make_trainer):
     ]
     trainer = make_trainer("torch", train_dataset=Dataset.from_list(data))
     trainer._generate_and_score_completions([row for row in data for _ in range(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("calculator" in p and "get_price" not in p for p in prompts[:4])
     assert all("get_price" in p and "calculator" not in p for p in prompts[4:])
 
@@ -417,7 +355,7 @@ def test_a_rows_tools_column_picks_its_tools(make_trainer):
 def test_tools_can_be_a_function_of_the_row(make_trainer):
     trainer = make_trainer("torch", tools=lambda row: [get_price] if row["kind"] else [])
     trainer._generate_and_score_completions([dict(row) for row in rows(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("get_price" in p and "calculator" not in p for p in prompts)
 
 
@@ -450,7 +388,7 @@ def test_an_environment_gives_the_task_the_tools_and_the_reward(make_trainer, ag
     trainer = make_trainer(engine, tools=None, reward_funcs=None, environment_factory=Shop)
     data = Dataset.from_list(make_tasks("train", 2, kinds=("price",)))
     trainer._generate_and_score_completions([row for row in data for _ in range(4)])
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert all("TASK-7" in prompt and "get_price" in prompt for prompt in prompts)
     assert [environment.asked for environment in trainer.environments] == [["lamp"]] * 8
     assert trainer.rollout.rewards.tolist() == [[1.0]] * 8

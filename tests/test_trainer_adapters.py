@@ -4,12 +4,20 @@ import pytest
 import torch
 from adapted import LINEAR
 from peft import LoraConfig
-from test_trainer import GAP, make_trainer
+from trainers import GAP, REWARDS, TOOLS
 from transformers import AutoModelForCausalLM
 
-__all__ = ["make_trainer"]  # a fixture
-
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR)
+
+
+@pytest.fixture
+def make_trainer(new_trainer):
+    def make(engine, **changes):
+        return new_trainer(
+            engine, max_turns=4, reward_funcs=REWARDS, tools=TOOLS, **{"max_steps": 2, **changes}
+        )
+
+    return make
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("own vllm", marks=pytest.mark.vllm)])

@@ -11,61 +11,35 @@ import torch
 from datasets import Dataset
 from fakes import ids_of
 from stress.faults import Fault, FaultyEngine
-from tiny_tasks import SMALL_KINDS, calculator, correct_reward, get_price, get_weather, make_tasks
+from tiny_tasks import correct_reward
+from trainers import TOOLS, rows
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import StopReason, TorchRolloutEngine
 from agent_vllm.errors import EngineError
 from agent_vllm.testing import ScriptedRolloutEngine
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
+from trl_integration import AgentGRPOTrainer
 
 ANSWER = "Yes."
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
 
 
-def rows(num_rows, split="train"):
-    return Dataset.from_list(make_tasks(split, num_rows, kinds=SMALL_KINDS))
-
-
 @pytest.fixture
-def make_trainer(agent, tmp_path):
+def make_trainer(new_trainer):
     """A trainer on the small agent, its rollouts by an engine."""
-    model, tokenizer = agent
-    trainers = []
 
-    def make(engine, eval_dataset=None, trainer_class=AgentGRPOTrainer, **settings):
-        args = AgentGRPOConfig(
-            **{
-                "output_dir": str(tmp_path / "out"),
-                "per_device_train_batch_size": 4,
-                "num_generations": 4,
-                "max_completion_length": 150,
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "report_to": "none",
-                "save_strategy": "no",
-                "disable_tqdm": True,
-                "use_cpu": True,
-                **settings,
-            }
-        )
-        trainer = trainer_class(
-            model=model,
+    def make(engine, **changes):
+        trainer = new_trainer(
+            engine,
             reward_funcs=correct_reward,
-            args=args,
+            tools=TOOLS,
             train_dataset=rows(8),
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            tools=[calculator, get_weather, get_price],
-            rollout_engine=engine,
+            **{"per_device_train_batch_size": 4, "max_completion_length": 150, **changes},
         )
         trainer.current_gradient_accumulation_steps = 1
-        trainers.append(trainer)
         return trainer
 
-    yield make
-    for trainer in trainers:
-        trainer.close()
+    return make
 
 
 @pytest.fixture

@@ -6,14 +6,12 @@ import pytest
 import torch
 from datasets import Dataset
 from fakes import call
-from test_trainer import hasattr_config
 from tiny_tasks import get_price, make_tasks
 from worlds import AsyncCounter, AsyncTrouble, Counter, SelfScoring, Trouble, WordGame
 
 from agent_vllm import StopReason, TorchRolloutEngine
 from agent_vllm.errors import ChatTemplateError, EnvironmentDefinitionError
 from agent_vllm.testing import ScriptedRolloutEngine
-from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 
 def user(text="Go."):
@@ -38,49 +36,19 @@ def made():
 
 
 @pytest.fixture
-def make_trainer(agent, tmp_path):
+def make_trainer(agent, new_trainer):
     """A trainer on the small agent, by default with an engine whose every turn is an answer."""
-    model, tokenizer = agent
-    trainers = []
+    _, tokenizer = agent
 
     def make(factory=None, *, turns=("Done.",), engine=None, data=None, **changes):
-        settings = {name: changes.pop(name) for name in list(changes) if hasattr_config(name)}
-        args = AgentGRPOConfig(
-            **{
-                "output_dir": str(tmp_path / "out"),
-                "per_device_train_batch_size": 8,
-                "num_generations": 4,
-                "max_completion_length": 150,
-                "max_steps": 1,
-                "learning_rate": 1e-3,
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "report_to": "none",
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "disable_tqdm": True,
-                "use_cpu": True,
-                **settings,
-            }
+        return new_trainer(
+            engine or ScriptedRolloutEngine(tokenizer, by_turn(tokenizer, turns)),
+            train_dataset=None if data == "none" else Dataset.from_list(data or [row()] * 8),
+            environment_factory=factory,
+            **{"max_completion_length": 150, "max_steps": 1, "learning_rate": 1e-3, **changes},
         )
-        engine = engine or ScriptedRolloutEngine(tokenizer, by_turn(tokenizer, turns))
-        trainers.append(
-            AgentGRPOTrainer(
-                model=model,
-                args=args,
-                train_dataset=None if data == "none" else Dataset.from_list(data or [row()] * 8),
-                processing_class=tokenizer,
-                environment_factory=factory,
-                rollout_engine=engine
-                or ScriptedRolloutEngine(tokenizer, by_turn(tokenizer, turns)),
-                **changes,
-            )
-        )
-        return trainers[-1]
 
-    yield make
-    for trainer in trainers:
-        trainer.close()
+    return make
 
 
 def row(**columns):
@@ -225,7 +193,7 @@ def test_each_row_has_the_tools_and_the_reward_of_its_environment(make_trainer):
     changes, _ = DOCUMENTED["several by name, one of which scores itself"]
     trainer = make_trainer(**changes)
     inputs = rollout(trainer, ROUTED)
-    prompts = [trainer._tokenizer.decode(t.prompt_ids) for t in trainer.trajectories]
+    prompts = [trainer.processing_class.decode(t.prompt_ids) for t in trainer.trajectories]
     assert ["increment" in prompt for prompt in prompts] == [True] * 4 + [False] * 4
     assert ["guess" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
     assert ["Guess the five" in prompt for prompt in prompts] == [False] * 4 + [True] * 4
@@ -252,7 +220,7 @@ def test_control_text_of_a_reset_stays_text(make_trainer, monkeypatch, is_escape
         monkeypatch.setattr(Forger, "forged", forged, raising=False)
         trainer = make_trainer(Forger, escape_tool_results=is_escaped)
         rollout(trainer, [row()] * 8)
-        ids, tokenizer = trainer.trajectories[0].prompt_ids, trainer._tokenizer
+        ids, tokenizer = trainer.trajectories[0].prompt_ids, trainer.processing_class
         return sum(ids.count(token) for token in tokenizer.get_added_vocab().values())
 
     end = make_trainer(Forger)._tokenizer.eos_token

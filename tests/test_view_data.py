@@ -228,7 +228,9 @@ def test_another_sites_name_is_refused(path):
         get(f"{address}/index", Host="evil.example")
 
 
-@pytest.mark.parametrize("text", [None, "", json.dumps(record())[:99]])
+@pytest.mark.parametrize(
+    "text", [None, "", json.dumps(record())[:99]], ids=["missing", "empty", "half a line"]
+)
 def test_a_run_that_has_recorded_nothing_yet(path, text):
     if text is not None:
         path.write_text(text)

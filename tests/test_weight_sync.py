@@ -1,49 +1,23 @@
 """A learner's weights by their plain names, whatever it is wrapped in, sharded by or packed as."""
 
-import sys
-import types
 from contextlib import closing
 
 import pytest
 import torch
 from adapted import adapted
+from learners import GatheredParameters, Wrapper, learner, packed_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from agent_vllm import TorchRolloutEngine
 from agent_vllm.engines.learner import LearnerWeights, check_shapes, model_source
 from agent_vllm.engines.learner import weights as weights_module
 from agent_vllm.errors import WeightSyncError
-
-
-def learner(tied=True, **changes):
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **{
-                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
-                "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-                "head_dim": 8, "tie_word_embeddings": tied, **changes,
-            }
-        )
-    )  # fmt: skip
-
-
-class Wrapper(torch.nn.Module):
-    """Names its child as DDP does."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -100,38 +74,6 @@ def test_missing_unknown_and_misshapen_tensors_are_named():
 
 
 # ---- DeepSpeed ZeRO-3, by a stand-in ----
-
-
-class GatheredParameters:
-    """As DeepSpeed's: whole inside, and an empty tensor of another storage after it."""
-
-    log: list[tuple[str, int]] = []  # noqa: RUF012 - what was gathered, over all instances
-
-    def __init__(self, parameters):
-        (self.parameter,) = parameters
-
-    def __enter__(self):
-        self.log.append(("gather", self.parameter.ds_id))
-        self.parameter.data = self.parameter.shards.clone()
-
-    def __exit__(self, *_):
-        self.log.append(("free", self.parameter.ds_id))
-        self.parameter.data = torch.empty(0)
-
-
-@pytest.fixture
-def zero3(monkeypatch):
-    """A learner whose parameters are partitioned as by ZeRO-3, and the same one whole."""
-    deepspeed = types.ModuleType("deepspeed")
-    deepspeed.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    monkeypatch.setattr(GatheredParameters, "log", [])
-    model, whole = learner(), learner()
-    model.load_state_dict(whole.state_dict())
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, parameter.ds_shape = number, parameter.shape
-        parameter.shards, parameter.data = parameter.data, torch.empty(0)
-    return model, whole
 
 
 def test_zero3_is_gathered_one_by_one_in_order_and_freed(zero3):
@@ -221,20 +163,6 @@ def test_the_torch_engine_copies_a_sharded_learner_and_gathers_in_no_rollout(zer
 
 
 # ---- as the checkpoint has them ----
-
-
-def packed_model(**changes):
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **{
-                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
-                "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-                "head_dim": 8, "max_position_embeddings": 256, **changes,
-            }
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from test_weight_sync import GatheredParameters, zero3  # noqa: F401 - a fixture
+from learners import GatheredParameters
 
 from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.server.weight_transfer import MemoryTransfer, NcclTransfer, _Client
@@ -71,7 +71,7 @@ def test_every_weight_is_sent_once_as_it_is_in_parts(agent, dtype, part_bytes):
 
 
 @pytest.mark.parametrize("fails_at", ["start", 2])
-def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):  # noqa: F811
+def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):
     """Other learner processes take part in gathering each weight: nobody may be left waiting."""
     model, _ = zero3
     LearnerWeights(model).join_gathers()
