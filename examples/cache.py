@@ -1,4 +1,4 @@
-"""Folders that are made once and kept: under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm`."""
+"""Keep folders that are expensive to make: under `AGENT_VLLM_CACHE`, or `~/.cache/agent_vllm`."""
 
 import contextlib
 import hashlib
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def made_once(name: str, sources: Sequence[str | Path], make: Callable[[Path], object]) -> Path:
-    """The folder of that name; `make` fills it where it isn't there yet.
+    """Return the folder of that name; `make` fills it if it does not exist yet.
 
-    The name is followed by a digest of the source files, so an edited recipe never meets an old
-    folder. It is filled under another name and renamed when complete: what is there is whole.
+    A digest of the source files is part of the name, so an edited recipe never uses an old folder.
+    The folder is filled under a temporary name and renamed when complete.
     """
     cache = Path(os.environ.get("AGENT_VLLM_CACHE") or Path.home() / ".cache" / "agent_vllm")
     digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources))
@@ -24,7 +24,7 @@ def made_once(name: str, sources: Sequence[str | Path], make: Callable[[Path], o
     unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
     try:
         make(unfinished)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good
+        with contextlib.suppress(OSError):  # another process made the same folder first
             unfinished.rename(folder)
         if not folder.is_dir():
             raise OSError(f"{folder} could not be written.")
