@@ -10,6 +10,7 @@ from agent_vllm.engines import (
     VLLMServerRolloutEngine,
     create_rollout_engine,
 )
+from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.rollout import (
     RolloutStatus,
     rollout_batch,
@@ -17,25 +18,32 @@ from agent_vllm.rollout import (
     rollout_single,
     rollout_single_async,
 )
+from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.tools import Tool
 from agent_vllm.types import (
+    CallRecord,
     Completion,
-    Limits,
     Segment,
+    Span,
     StopReason,
     ToolCall,
     ToolResult,
     Trajectory,
+    Turn,
 )
 
 __all__ = [
+    "CallRecord",
     "ChatFormat",
     "Completion",
+    "GenerationRequest",
     "Limits",
     "RolloutEngine",
     "RolloutResult",
     "RolloutStatus",
+    "SamplingParams",
     "Segment",
+    "Span",
     "StopReason",
     "Tool",
     "ToolCall",
@@ -43,6 +51,7 @@ __all__ = [
     "TorchRolloutEngine",
     "TrainingBatch",
     "Trajectory",
+    "Turn",
     "VLLMRolloutEngine",
     "VLLMServerRolloutEngine",
     "collate",

@@ -221,15 +221,16 @@ class ChatFormat:
         parsed = self.parser(turn)
         if is_cut:
             message = {"role": "assistant", "content": text} if parsed.calls else parsed.message
-            return ParsedTurn(message=message, calls=[])
+            return ParsedTurn(message=message, calls=[], text=text)
         sign = self._sign_of_calls(parsed.message["content"], token_ids)
         if sign and not parsed.calls:
             error = f"The turn has {sign} but no call that can be read."
             return ParsedTurn(
                 message=parsed.message,
                 calls=[ToolCall(name="unknown", arguments=None, error=error)],
+                text=text,
             )
-        return parsed
+        return dataclasses.replace(parsed, text=text)
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """The turn's text without its end token, special tokens kept (tags can be special)."""

@@ -1,4 +1,4 @@
-"""How far a rollout is, for whoever shows progress. The rollout writes it, others read it."""
+"""The progress of a rollout. The rollout writes it; whoever shows progress reads it."""
 
 import time
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class RolloutStatus:
-    """How far a rollout is, kept up to date while it runs; for whoever shows progress."""
+    """Hold the progress of a rollout, kept up to date while it runs."""
 
     num_trajectories: int = 0
     num_finished: int = 0
     num_in_tools: int = 0
     num_sampled_tokens: int = 0
     num_turns: int = 0  # of all trajectories together
-    max_turn: int = 0  # of the trajectory that is furthest
-    num_retries: int = 0  # requests that the engine failed and was asked for once more
+    max_turn: int = 0  # turns of the trajectory that has most
+    num_retries: int = 0  # requests that the engine failed and that were retried
     running_calls: dict[object, tuple[str, float]] = field(default_factory=dict)  # name, start
     started_s: float = field(default_factory=time.monotonic)
 
@@ -30,7 +30,7 @@ class RolloutStatus:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to go if the others finish at the pace so far; None before the first has."""
+        """Seconds to go at the pace so far; None before the first trajectory has finished."""
         if self.num_finished == 0:
             return None
         num_left = self.num_trajectories - self.num_finished
@@ -38,14 +38,20 @@ class RolloutStatus:
 
     @property
     def slowest_call(self) -> tuple[str, float] | None:
-        """The tool call that has run longest of those running now: its name and seconds."""
+        """The name and the seconds of the running tool call that started first."""
         for name, start_s in list(self.running_calls.values()):  # in order of their start
             return name, time.monotonic() - start_s
         return None
 
+    def count_turn(self, number: int, num_tokens: int) -> None:
+        """Count a trajectory's turn `number`, from 1, of `num_tokens` sampled tokens."""
+        self.num_turns += 1
+        self.max_turn = max(self.max_turn, number)
+        self.num_sampled_tokens += num_tokens
+
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """A tool call runs for as long as the block does."""
+        """Show a tool call as running while the block runs."""
         call = object()
         self.running_calls[call] = (name, time.monotonic())
         try:

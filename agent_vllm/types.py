@@ -1,21 +1,24 @@
 """The values that flow through a rollout. They own their shapes and nothing else.
 
-Invariant: a token has a logprob if and only if the engine sampled it; ids, mask and logprobs of a
-trajectory are views of its segments and can't drift apart.
+Invariant: a token has a logprob if and only if the engine sampled it. Ids, mask and logprobs of a
+trajectory are views of its turns and can't drift apart.
 
-Legend for length comments: P prompt tokens, C completion tokens, N tokens of one segment.
+Legend for length comments: P prompt tokens, C completion tokens, N tokens of one segment,
+T turns, K calls of one turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from agent_vllm.settings import Limits as Limits
+from agent_vllm.settings import SamplingParams as SamplingParams
 from agent_vllm.spans import covered_s
 
 
 class StopReason(StrEnum):
-    """What ended a trajectory."""
+    """Name the one thing that ended a trajectory."""
 
     ANSWERED = "answered"
     MAX_TURNS = "max_turns"
@@ -31,12 +34,12 @@ class StopReason(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """True where the model was cut off in its turn or never got the turn it was due."""
+        """True if the model was cut off in its turn, or never got a turn that was due."""
         return self in _TRUNCATING
 
     @property
     def is_failure(self) -> bool:
-        """True where engine, user or environment failed: nothing is known of what the model did."""
+        """True if the engine, user or environment failed; this says nothing about the model."""
         return self in _FAILURES
 
 
@@ -52,93 +55,12 @@ _TRUNCATING = _FAILURES | {
 }
 
 
-_TOOL_TIMEOUT_S = 30.0
-
-_NESTED = (  # the first is part of what the second bounds
-    ("tool_timeout_s", "turn_deadline_s"),
-    ("tool_timeout_s", "deadline_s"),
-    ("turn_deadline_s", "deadline_s"),
-    ("max_new_tokens", "max_completion_tokens"),
-    ("max_tool_result_tokens", "max_completion_tokens"),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a trajectory may use up. The tightest limit wins; `None` means no limit of that kind.
-
-    Attributes:
-        max_turns: assistant turns; 0 means that the model is never asked. Calls drafted in the last
-            turn still run, and their results close the trajectory.
-        max_new_tokens: sampled tokens in one turn.
-        max_completion_tokens: sampled and observed tokens together, after the prompt.
-        max_tool_rounds: rounds of tool calls; calls drafted after that stay unanswered
-            (TRL's `max_tool_calling_iterations`).
-        max_invalid_calls: calls in a row that could not run (malformed, unknown, bad arguments).
-        max_tool_result_tokens: tokens of one tool result; longer ones are cut and marked.
-        tool_timeout_s: seconds for one tool call.
-        turn_deadline_s: seconds for one turn: its sampling, and its tools or the user's reply.
-            Sampling past it is given up, which ends the trajectory; calls past it are answered as
-            timed out, and the next turn has time of its own.
-        deadline_s: seconds from the start of the rollout, for each trajectory and so for the whole
-            batch: all of them begin together, and waiting for a place in the engine counts. A turn
-            that is being sampled then is given up, a call is answered as timed out; the trajectory
-            keeps its earlier turns and ends as `StopReason.DEADLINE`.
-
-    Raises:
-        ValueError: a value that is no limit, or one that can never be reached, as a tighter one
-            always comes first (a turn's deadline longer than the rollout's). The default of
-            `tool_timeout_s` gives way instead.
-    """
-
-    max_turns: int = 16
-    max_new_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_tool_rounds: int | None = None
-    max_invalid_calls: int | None = None
-    max_tool_result_tokens: int | None = None
-    tool_timeout_s: float | None = _TOOL_TIMEOUT_S
-    turn_deadline_s: float | None = None
-    deadline_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tool_rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must be 0 or more, got {value}.")
-        for name in (
-            "max_new_tokens",
-            "max_completion_tokens",
-            "max_invalid_calls",
-            "max_tool_result_tokens",
-            "tool_timeout_s",
-            "turn_deadline_s",
-            "deadline_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(
-                    f"`{name}` must be more than 0, got {value}. Use None for no limit."
-                )
-        self._check_that_each_can_be_reached()
-
-    def _check_that_each_can_be_reached(self) -> None:
-        for name, tighter in _NESTED:
-            value, bound = getattr(self, name), getattr(self, tighter)
-            is_default = name == "tool_timeout_s" and value == _TOOL_TIMEOUT_S
-            if value is not None and bound is not None and value > bound and not is_default:
-                raise ValueError(
-                    f"`{name}` must be at most `{tighter}`, got {value} and {bound}: it can't be "
-                    f"reached. Lower `{name}` or raise `{tighter}`."
-                )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What an engine sampled for one prompt; the sampled end token is in it.
+    """Hold what an engine sampled for one prompt, the sampled end token included.
 
-    `policy_version` counts the engine's weight updates; the tokens were sampled with that one.
-    Where an update came in the middle it is the oldest, and `token_versions` has each token's own.
+    `policy_version` counts the engine's weight updates. If an update came in the middle it is that
+    of the oldest token, and `token_versions` has each token's own.
     """
 
     token_ids: list[int]  # [N]
@@ -155,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A run of tokens with one origin: sampled (has logprobs) or written by template or tool.
+    """Hold tokens of one origin: sampled (with logprobs), or written by template, tool or user.
 
     >>> Segment(token_ids=[7, 8], logprobs=[-0.1, -0.2], policy_version=3).is_sampled
     True
@@ -178,13 +100,20 @@ class Segment:
     def is_sampled(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def versions(self) -> list[int | None]:  # [N]
+        """Each token's policy version; None where not sampled or not known."""
+        if self.token_versions is not None:
+            return [*self.token_versions]
+        return [self.policy_version] * len(self.token_ids)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call as the model drafted it. With `error` set it could not be read and must not run.
+    """Hold one call as the model drafted it. If `error` is set it is malformed and must not run.
 
-    `arguments` is None where the model gave none, which is not the same as giving `{}`. `id` is set
-    where the model wrote one.
+    `arguments` is None if the model gave none, which is not the same as giving `{}`. `id` is the
+    one that the model wrote, if any.
     """
 
     name: str
@@ -193,7 +122,7 @@ class ToolCall:
     id: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """An entry of a message's `tool_calls`."""
+        """Return the call as an entry of a message's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments or {}}
         call = {"type": "function", "function": function}
         return call if self.id is None else {**call, "id": self.id}
@@ -201,16 +130,16 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResult:
-    """What a call came to, as text for the model.
+    """Hold the result of one call, as text for the model.
 
-    `status`: "ok"; "failed" (the tool ran and raised, or ran out of time); "invalid" (it never ran:
+    `status`: "ok"; "failed" (the tool ran and raised, or timed out); "invalid" (it never ran:
     malformed call, unknown tool, arguments that don't fit).
     """
 
     name: str
     content: str
     status: Literal["ok", "failed", "invalid"]
-    call_id: str | None = None  # of the call, where the model wrote one
+    call_id: str | None = None  # of the call, if the model wrote one
 
     @property
     def message(self) -> dict[str, Any]:
@@ -219,37 +148,89 @@ class ToolResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedTurn:
-    """One assistant turn, read: `message` is what goes into the conversation."""
+    """Hold one assistant turn as read by a parser.
+
+    `message` goes into the conversation. `ChatFormat.parse` sets `text`, the turn's raw text
+    without its end token; a parser may leave it out.
+    """
 
     message: dict[str, Any]
     calls: list[ToolCall]
+    text: str = ""
+
+
+SpanKind = Literal["model", "tool", "user"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Time that a trajectory spent waiting, in seconds since its rollout began.
+    """Hold a time that a trajectory spent waiting, in seconds since its rollout began.
 
-    A model span is one turn; a tool span is one call, and calls of one turn run side by side.
+    A model span is one turn, a tool span one call, a user span one reply of the simulated user.
+    Calls of one turn run side by side.
     """
 
-    kind: Literal["model", "tool"]
+    kind: SpanKind
     name: str
     start_s: float
     end_s: float
 
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallRecord:
+    """Hold one tool call with its result and its time."""
+
+    call: ToolCall
+    result: ToolResult
+    span: Span | None = None  # kind "tool"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Hold one assistant turn and what followed it: tokens, text, calls and time together."""
+
+    segment: Segment  # the sampled tokens, end token included; may be empty
+    text: str  # raw, without the end token
+    span: Span | None = None  # kind "model"
+    calls: list[CallRecord] = field(default_factory=list)  # [K], in call order
+    user_span: Span | None = None  # kind "user": waiting for the simulated user's reply
+    suffix: Segment | None = None  # written by template, tools or user; None if the story ended
+
+    def __post_init__(self) -> None:
+        if not self.segment.is_sampled:
+            raise ValueError("`segment` must be sampled, got one without logprobs.")
+        if self.suffix is not None and self.suffix.is_sampled:
+            raise ValueError("`suffix` must not be sampled, got one with logprobs.")
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans of model, calls and user, in this order."""
+        spans = [self.span, *(record.span for record in self.calls), self.user_span]
+        return [span for span in spans if span is not None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One sample's whole story: the prompt, then what was sampled and what was observed.
+    """Hold one sample's whole story: the prompt, then turn by turn what was sampled and observed.
 
     Example, a turn that calls a tool (end token E), its observation, and the answer:
 
     >>> trajectory = Trajectory(
     ...     prompt_ids=[1, 2],
-    ...     segments=[
-    ...         Segment(token_ids=[3, 9], logprobs=[-0.5, -0.1], policy_version=0),
-    ...         Segment(token_ids=[4, 5]),
-    ...         Segment(token_ids=[6, 9], logprobs=[-0.3, -0.2], policy_version=0),
+    ...     turns=[
+    ...         Turn(
+    ...             segment=Segment(token_ids=[3, 9], logprobs=[-0.5, -0.1], policy_version=0),
+    ...             text="<call>",
+    ...             suffix=Segment(token_ids=[4, 5]),
+    ...         ),
+    ...         Turn(
+    ...             segment=Segment(token_ids=[6, 9], logprobs=[-0.3, -0.2], policy_version=0),
+    ...             text="It is 3.",
+    ...         ),
     ...     ],
     ...     stop_reason=StopReason.ANSWERED,
     ... )
@@ -262,15 +243,54 @@ class Trajectory:
     """
 
     prompt_ids: list[int]  # [P]
-    segments: list[Segment]
+    turns: list[Turn]  # [T]
     stop_reason: StopReason
     messages: list[dict[str, Any]] = field(default_factory=list)  # the whole conversation
     num_prompt_messages: int = 0
-    turn_outputs: list[str] = field(default_factory=list)  # raw text of each assistant turn
-    tool_results: list[ToolResult] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    thinking: bool | None = None  # None where the template has no switch or it was left alone
+    thinking: bool | None = None  # None if the template has no switch or it was left alone
     error: str | None = None
+
+    @classmethod
+    def from_segments(
+        cls,
+        *,
+        prompt_ids: list[int],
+        segments: Iterable[Segment],
+        stop_reason: StopReason,
+        messages: Iterable[dict[str, Any]] = (),
+        num_prompt_messages: int = 0,
+        thinking: bool | None = None,
+        error: str | None = None,
+    ) -> "Trajectory":
+        """Build a trajectory from flat segments; its turns have no text, calls or times.
+
+        Raises:
+            ValueError: an observed segment doesn't follow a sampled one.
+        """
+        return cls(
+            prompt_ids=prompt_ids,
+            turns=[
+                Turn(segment=segment, text="", suffix=suffix)
+                for segment, suffix in _in_turns(segments)
+            ],
+            stop_reason=stop_reason,
+            messages=list(messages),
+            num_prompt_messages=num_prompt_messages,
+            thinking=thinking,
+            error=error,
+        )
+
+    # ---- views: tokens ----
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Each turn's sampled segment and what was written after it, in order."""
+        return [
+            segment
+            for turn in self.turns
+            for segment in (turn.segment, turn.suffix)
+            if segment is not None
+        ]
 
     @property
     def completion_ids(self) -> list[int]:  # [C]
@@ -285,7 +305,7 @@ class Trajectory:
         ]
 
     @property
-    def logprobs(self) -> list[float]:  # [C], 0.0 where nothing was sampled
+    def logprobs(self) -> list[float]:  # [C], 0.0 where not sampled
         return [
             logprob
             for segment in self.segments
@@ -293,33 +313,80 @@ class Trajectory:
         ]
 
     @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.segment.token_ids) for turn in self.turns)
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """The engine's policy version of each sampled segment that has one, in order."""
+        versions = [turn.segment.policy_version for turn in self.turns]
+        return [version for version in versions if version is not None]
+
+    @property
+    def token_versions(self) -> list[int | None]:  # [C], None where not sampled
+        """The engine's policy version of each token."""
+        return [version for segment in self.segments for version in segment.versions]
+
+    # ---- views: turns, calls and times ----
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    @property
+    def turn_outputs(self) -> list[str]:  # [T]
+        """The raw text of each turn, without its end token."""
+        return [turn.text for turn in self.turns]
+
+    @property
+    def calls(self) -> list[CallRecord]:
+        return [record for turn in self.turns for record in turn.calls]
+
+    @property
+    def tool_results(self) -> list[ToolResult]:
+        return [record.result for record in self.calls]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for turn in self.turns for span in turn.spans]
+
+    def seconds(self, kind: SpanKind) -> float:
+        """Return how long it waited for the model, tools or user; overlapping calls count once."""
+        return covered_s((span.start_s, span.end_s) for span in self.spans if span.kind == kind)
+
+    # ---- views: the conversation ----
+
+    @property
     def completion_messages(self) -> list[dict[str, Any]]:
         return self.messages[self.num_prompt_messages :]
 
     @property
     def unfinished(self) -> bool:
-        """True unless the model came to an answer of its own or the environment was done."""
+        """True unless the model gave its own answer or the environment was done."""
         return self.stop_reason not in (StopReason.ANSWERED, StopReason.ENVIRONMENT_DONE)
-
-    @property
-    def num_turns(self) -> int:
-        return len(self.turn_outputs)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments if segment.is_sampled)
-
-    @property
-    def policy_versions(self) -> list[int]:
-        """The engine's policy version of each sampled segment, in order."""
-        return [s.policy_version for s in self.segments if s.policy_version is not None]
-
-    def seconds(self, kind: Literal["model", "tool"]) -> float:
-        """Time that it waited for the model or for tools; calls side by side count once."""
-        return covered_s((span.start_s, span.end_s) for span in self.spans if span.kind == kind)
 
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+def _in_turns(segments: Iterable[Segment]) -> Iterator[tuple[Segment, Segment | None]]:
+    """Pair each sampled segment with the observed one after it, if there is one."""
+    sampled: Segment | None = None
+    for index, segment in enumerate(segments):
+        if segment.is_sampled:
+            if sampled is not None:
+                yield sampled, None
+            sampled = segment
+        elif sampled is None:
+            raise ValueError(
+                f"An observed segment must follow a sampled one, got segment {index}. Join "
+                "neighbours, or put it into `prompt_ids`."
+            )
+        else:
+            yield sampled, segment
+            sampled = None
+    if sampled is not None:
+        yield sampled, None
 
 
 def _check_same_length(name: str, values: Sequence, other_name: str, others: Sequence) -> None:

@@ -4,13 +4,12 @@ import gc
 import os
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import cast
 
 from agent_vllm import Completion, rollout_batch
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.episode import Episode
 from agent_vllm.testing import ScriptedRolloutEngine
 from benchmarks.figures import Figure, at_most, cpu_seconds_of, in_turns, ratios
 from benchmarks.work import LIMITS, NUM_TOOL_TURNS, Setup, conversations, lookup, setup
@@ -55,10 +54,12 @@ def cpu_seconds_without_garbage(work: Callable[[], object]) -> float:
 
 
 def rollouts(ours: Setup, num_tasks: int) -> None:
+    num_turns: Counter[str | None] = Counter()  # to look at the ids would take as long as a turn
+
     def script(request: GenerationRequest) -> list[int]:
-        story = cast(Episode, request.affinity)  # to look at its ids would take as long as a turn
-        task = story.messages[0]["content"].removeprefix("Task ").removesuffix(".")
-        return ours.script.turn(task, len(story.turn_outputs))
+        row = str(request.affinity).partition("row ")[2].partition(",")[0]
+        num_turns[request.affinity] += 1
+        return ours.script.turn(row, num_turns[request.affinity] - 1)
 
     engine = ScriptedRolloutEngine(ours.tokenizer, script)
     tasks = conversations(num_tasks)

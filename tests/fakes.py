@@ -1,7 +1,9 @@
 """Small stand-ins and checkers: a ChatML tokenizer over characters, calls written out, tools, the
 invariants of a trajectory and of a parsed turn."""
 
+import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import string
@@ -10,7 +12,15 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agent_vllm.types import ParsedTurn, Segment, StopReason, Trajectory
+from agent_vllm.types import (
+    CallRecord,
+    ParsedTurn,
+    Segment,
+    StopReason,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TAGS = ["<tool_call>", "</tool_call>"]
@@ -140,10 +150,39 @@ def observed(*token_ids):
     return Segment(token_ids=list(token_ids))
 
 
-def trajectory(prompt_ids, *segments, stop_reason=StopReason.ANSWERED, **fields):
-    return Trajectory(
-        prompt_ids=prompt_ids, segments=list(segments), stop_reason=stop_reason, **fields
+def trajectory(
+    prompt_ids,
+    *segments,
+    stop_reason=StopReason.ANSWERED,
+    turn_outputs=(),
+    tool_results=(),
+    spans=(),
+    **fields,
+):
+    """A trajectory from flat lists; a call belongs to the turn whose span its own follows."""
+    flat = Trajectory.from_segments(
+        prompt_ids=prompt_ids, segments=segments, stop_reason=stop_reason, **fields
     )
+    starts = [index for index, span in enumerate(spans) if span.kind == "model"]
+    num_turns = max(len(flat.turns), len(turn_outputs), len(starts), bool(tool_results))
+    empty = Turn(segment=sampled(), text="")
+    turns = [*flat.turns, *[empty] * (num_turns - len(flat.turns))]
+    results = list(tool_results)
+    for index, (start, end) in enumerate(itertools.pairwise([*starts, len(spans)])):
+        calls = [call_record(results.pop(0), s) for s in spans[start + 1 : end] if s.kind == "tool"]
+        users = [s for s in spans[start + 1 : end] if s.kind == "user"]
+        turns[index] = dataclasses.replace(
+            turns[index], span=spans[start], calls=calls, user_span=users[0] if users else None
+        )
+    if results:
+        turns[0] = dataclasses.replace(turns[0], calls=[call_record(r) for r in results])
+    for index, text in enumerate(turn_outputs):
+        turns[index] = dataclasses.replace(turns[index], text=text)
+    return dataclasses.replace(flat, turns=turns)
+
+
+def call_record(result, span=None):
+    return CallRecord(call=ToolCall(name=result.name, arguments={}), result=result, span=span)
 
 
 def difference(got, expected):

@@ -25,6 +25,7 @@ _COLUMNS = (
     "invalid",
     "model_s",
     "tool_s",
+    "user_s",
     "truncated",
 )
 
@@ -93,26 +94,24 @@ def _row(trajectory: Trajectory) -> list[float]:
             sum(status == "invalid" for status in statuses),
             trajectory.seconds("model"),
             trajectory.seconds("tool"),
+            trajectory.seconds("user"),
             trajectory.stop_reason.is_truncated,
         )
     ]
 
 
 def _calls(trajectory: Trajectory) -> Iterable[tuple[str, bool, float]]:
-    """Calls that ran. Others may have any name, which the model made up."""
-    spans = iter([span for span in trajectory.spans if span.kind == "tool"])
-    for result in trajectory.tool_results:
-        span = next(span for span in spans if span.name == result.name)  # users have spans too
-        if result.status != "invalid":
-            yield result.name, result.status == "failed", span.end_s - span.start_s
+    """Yield the calls that ran. Others may have any name, which the model made up."""
+    for record in trajectory.calls:
+        if record.result.status != "invalid" and record.span is not None:
+            yield record.result.name, record.result.status == "failed", record.span.seconds
 
 
 def _overlap_s(trajectories: Sequence[Trajectory]) -> float:
-    intervals: dict[str, list[tuple[float, float]]] = {"model": [], "tool": []}
-    for trajectory in trajectories:
-        for span in trajectory.spans:
-            intervals[span.kind].append((span.start_s, span.end_s))
-    return overlap_s(intervals["model"], intervals["tool"])
+    spans = [span for trajectory in trajectories for span in trajectory.spans]
+    model = [(span.start_s, span.end_s) for span in spans if span.kind == "model"]
+    others = [(span.start_s, span.end_s) for span in spans if span.kind != "model"]
+    return overlap_s(model, others)
 
 
 def _completion_metrics(column: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -149,6 +148,7 @@ def _rollout_metrics(column: dict[str, torch.Tensor], ranks: list[_Figures]) -> 
         "rollout/seconds": slowest_s,
         "rollout/model_seconds": column["model_s"].mean().item(),
         "rollout/tool_seconds": column["tool_s"].mean().item(),
+        "rollout/user_seconds": column["user_s"].mean().item(),
         "rollout/overlap": sum(rank.overlap_s for rank in ranks) / max(all_s, 1e-9),
         "rollout/tokens_per_second": sampled / max(slowest_s, 1e-9),
         **{

@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,27 +20,33 @@ from agent_vllm.batch import pad_rows
 from agent_vllm.blocking import run_blocking
 from agent_vllm.engines.models import pad_token_id
 from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.settings import SamplingParams
 from agent_vllm.types import Completion
+
+_NEUTRAL = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
-    """One sequence to sample, already valid for the engine that gets it.
+    """Ask for one sequence.
 
-    `temperature` 0 is greedy (logprobs are then those of temperature 1). `top_p` 1, `top_k` 0 and
-    `min_p` 0 leave the distribution as it is.
+    Engines get requests checked: `RolloutEngine.sample` has cut `max_new_tokens` to what fits and
+    put the engine's own end tokens among `stop_token_ids`.
+
+    Attributes:
+        num_checked_ids: leading prompt ids that this engine checked in an earlier turn; they are
+            not checked again.
+        affinity: names the trajectory; an engine of several servers keeps its requests on one,
+            where their prefix is cached.
     """
 
     prompt_ids: list[int]  # [P]
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     seed: int
-    stop_token_ids: tuple[int, ...] = ()  # the engine's own and the request's
-    stop_strings: tuple[str, ...] = ()
-    affinity: object | None = None
+    sampling: SamplingParams = _NEUTRAL
+    stop_token_ids: tuple[int, ...] = ()
+    num_checked_ids: int = 0
+    affinity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,43 +173,60 @@ class RolloutEngine(ABC):
         stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         seed: int | None = None,
-        affinity: object | None = None,
+        affinity: str | None = None,
     ) -> Completion:
-        """Sample one sequence.
+        """Sample one sequence. The keyword form of `sample`.
 
         Args:
             prompt_ids: `[P]`, Python ints.
             max_new_tokens: at least 1; what doesn't fit into `max_model_len` is not sampled.
+            temperature, top_p, top_k, min_p, stop_strings: as in `SamplingParams`.
             stop_token_ids: end the sequence as the engine's own `eos_token_ids` do.
-            stop_strings: end it too, once the text has one of them; the tokens that spell it stay.
-            seed: same seed, prompt and weights give the same tokens, whatever else is running.
-            affinity: an object that requests of one trajectory share; an engine of several servers
-                keeps them on one, where their prefix is cached. Not kept alive.
+            seed: same seed, prompt and weights give the same tokens, whatever else is running. By
+                default the next of the engine's own.
+            affinity: names the trajectory, as in `GenerationRequest`. `forget` it at its end.
 
         Raises:
             InvalidRequestError: the request can't be served; names the value.
-            EngineDeadError: the engine answers nobody any more.
-            EngineError: the engine failed this request or returned something inconsistent; the
-                same request may succeed when it is made again.
+            EngineDeadError: the engine has stopped serving requests.
+            EngineError: the engine failed this request or returned something inconsistent; a retry
+                may succeed.
         """
-        self._check_prompt(prompt_ids)
-        self._check_sampling(max_new_tokens, temperature, top_p, top_k, min_p)
+        sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+            stop_strings=stop_strings,
+        )  # fmt: skip
         request = GenerationRequest(
             prompt_ids=prompt_ids,
-            max_new_tokens=min(max_new_tokens, self.max_model_len - len(prompt_ids)),
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
+            max_new_tokens=max_new_tokens,
             seed=self.next_seed() if seed is None else seed,
-            stop_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *stop_token_ids))),
-            stop_strings=tuple(stop_strings),
+            sampling=sampling,
+            stop_token_ids=tuple(stop_token_ids),
             affinity=affinity,
+        )
+        return await self.sample(request)
+
+    async def sample(self, request: GenerationRequest) -> Completion:
+        """Check the request, sample it, and check the completion. Raises as `generate`."""
+        self._check_prompt(request.prompt_ids, request.num_checked_ids)
+        if request.max_new_tokens < 1:
+            raise InvalidRequestError(
+                f"`max_new_tokens` must be 1 or more, got {request.max_new_tokens}."
+            )
+        room = self.max_model_len - len(request.prompt_ids)
+        stop_token_ids = (*self.eos_token_ids, *request.stop_token_ids)
+        request = replace(
+            request,
+            max_new_tokens=min(request.max_new_tokens, room),
+            stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
         )
         completion = await self._sample(request)
         _check_completion(completion, request, self.vocab_size)
         shared_ids = [self._shared_ids[token] for token in completion.token_ids]
         return replace(completion, token_ids=shared_ids)
+
+    def forget(self, affinity: str) -> None:  # noqa: B027 - most engines keep nothing
+        """Drop what is kept for this trajectory; it has ended."""
 
     def next_seed(self) -> int:
         """A fresh seed from the engine's own stream, which its `seed` began."""
@@ -290,16 +313,16 @@ class RolloutEngine(ABC):
             completions=self.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
         )
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def _check_prompt(self, prompt_ids: Sequence[int], num_checked: int) -> None:
         try:
-            ids = array.array("q", prompt_ids)
+            ids = array.array("q", prompt_ids[num_checked:] if num_checked else prompt_ids)
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(
                 f"`prompt_ids` must be a list of ints, got {type(prompt_ids).__name__}: {error}."
             ) from error
-        if not ids:
+        if len(prompt_ids) == 0:
             raise InvalidRequestError("`prompt_ids` must hold at least one token, got none.")
-        lowest, highest = min(ids), max(ids)
+        lowest, highest = min(ids, default=0), max(ids, default=0)
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequestError(
@@ -307,27 +330,11 @@ class RolloutEngine(ABC):
                 "tokens added to the tokenizer after the model was made? Resize the model's "
                 "embeddings before the engine is built."
             )
-        if len(ids) >= self.max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             raise InvalidRequestError(
-                f"The prompt has {len(ids)} tokens; with `max_model_len` {self.max_model_len} none "
-                "is left to sample."
+                f"The prompt has {len(prompt_ids)} tokens; with `max_model_len` "
+                f"{self.max_model_len} none is left to sample."
             )
-
-    @staticmethod
-    def _check_sampling(
-        max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float
-    ) -> None:
-        checks: list[tuple[str, Any, bool, str]] = [
-            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "1 or more"),
-            # vLLM raises temperatures below 0.01 to 0.01
-            ("temperature", temperature, temperature == 0 or temperature >= 0.01, "0 or >= 0.01"),
-            ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
-            ("top_k", top_k, top_k >= 0, "0 (off) or more"),
-            ("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]"),
-        ]
-        for name, value, holds, wanted in checks:
-            if not holds:
-                raise InvalidRequestError(f"`{name}` must be {wanted}, got {value}.")
 
 
 def ends_on_string(

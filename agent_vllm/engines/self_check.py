@@ -56,12 +56,9 @@ def gap_to(
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab_size, (num_prompts, 8), generator=generator).tolist()
     requests = [
-        GenerationRequest(
-            prompt_ids=prompt, max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
-            seed=seed,
-        )
+        GenerationRequest(prompt_ids=prompt, max_new_tokens=8, seed=seed)
         for seed, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
     return max(
         _gap(model, request.prompt_ids, completion)
         for request, completion in zip(requests, sample(requests), strict=True)

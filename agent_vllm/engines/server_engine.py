@@ -8,7 +8,7 @@ request goes only to servers that hold the weights of the last learner the engin
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -122,6 +122,10 @@ class VLLMServerRolloutEngine(RolloutEngine):
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             raise EngineDeadError("The engine is closed.") from None
+
+    def forget(self, affinity: str) -> None:
+        with suppress(EngineError):  # closed, so nothing is kept
+            self._thread.submit(self._fleet.forget(affinity))
 
     def stats(self) -> EngineStats:
         return self._fleet.stats

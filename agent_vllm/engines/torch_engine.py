@@ -196,7 +196,7 @@ class _RowState:
     def notice_stop(self, tokenizer: PreTrainedTokenizerBase) -> None:
         request = self.request
         self.stopped = self.token_ids[-1] in request.stop_token_ids or ends_on_string(
-            tokenizer, self.token_ids, request.stop_strings
+            tokenizer, self.token_ids, request.sampling.stop_strings
         )
 
     def completion(self, policy_version: int) -> Completion:
@@ -251,7 +251,7 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
     scaled = torch.stack(
         [_scale(row, state.request) for row, state in zip(logits, rows, strict=True)]
     )
-    streams = [state.noise if state.request.temperature else None for state in rows]
+    streams = [state.noise if state.request.sampling.temperature else None for state in rows]
     noise = draw_noise(streams, scaled.shape[-1], scaled.device)
     chosen = (scaled.softmax(-1) / noise).argmax(-1)
     logprobs = gather_logprobs(scaled, chosen)
@@ -263,12 +263,12 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
 
 def _scale(logits: torch.Tensor, request: GenerationRequest) -> torch.Tensor:
     """Logits `[V]` of the distribution that is sampled from, float32; -inf where it is cut off."""
-    scaled = logits.float() / (request.temperature or 1.0)
+    scaled = logits.float() / (request.sampling.temperature or 1.0)
     warpers = LogitsProcessorList()
-    if request.top_k:
-        warpers.append(TopKLogitsWarper(request.top_k))
-    if request.top_p < 1:
-        warpers.append(TopPLogitsWarper(request.top_p))
-    if request.min_p > 0:
-        warpers.append(MinPLogitsWarper(request.min_p))
+    if request.sampling.top_k:
+        warpers.append(TopKLogitsWarper(request.sampling.top_k))
+    if request.sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(request.sampling.top_p))
+    if request.sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(request.sampling.min_p))
     return warpers(None, scaled[None])[0] if warpers else scaled  # type: ignore[arg-type]

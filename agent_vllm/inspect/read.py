@@ -5,14 +5,25 @@ Invariant: what is yielded has every field of schema 2, of the right type and in
 
 import json
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from agent_vllm.errors import EmptyRecordError, RecordError
 from agent_vllm.inspect.schema import SCHEMA_VERSION, RolloutRecord, check_record
-from agent_vllm.types import Segment, Span, StopReason, ToolResult, Trajectory
+from agent_vllm.types import (
+    CallRecord,
+    Segment,
+    Span,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 BATCH_KEY = ("session", "mode", "step", "rank", "rollout")
 
@@ -67,16 +78,42 @@ def to_trajectory(record: RolloutRecord) -> Trajectory:
     """
     return Trajectory(
         prompt_ids=record["prompt_ids"],
-        segments=_segments(record),
+        turns=_turns(record),
         stop_reason=StopReason(record["stop_reason"]),
         messages=record["messages"],
         num_prompt_messages=record["num_prompt_messages"],
-        turn_outputs=record["turn_outputs"],
-        tool_results=[ToolResult(**cast(Any, result)) for result in record["tool_results"]],
-        spans=[Span(**span) for span in record["spans"]],
         thinking=record["thinking"],
         error=record["error"],
     )
+
+
+def _turns(record: RolloutRecord) -> list[Turn]:
+    """Put what the record keeps in lists side by side back into turns."""
+    flat = Trajectory.from_segments(
+        prompt_ids=[], segments=_segments(record), stop_reason=StopReason.ANSWERED
+    )
+    results = deque(ToolResult(**cast(Any, result)) for result in record["tool_results"])
+    spans = deque(Span(**span) for span in record["spans"])
+    turns = []
+    for index, turn in enumerate(flat.turns):
+        text = record["turn_outputs"][index] if index < len(record["turn_outputs"]) else ""
+        span = spans.popleft() if spans and spans[0].kind == "model" else None
+        calls, user_span = [], None
+        while spans and spans[0].kind != "model":
+            waited = spans.popleft()
+            if results and waited.kind == "tool" and results[0].name == waited.name:
+                calls.append(_call_record(results.popleft(), waited))
+            else:
+                user_span = replace(waited, kind="user")
+        turns.append(replace(turn, text=text, span=span, calls=calls, user_span=user_span))
+    if turns and results:
+        rest = [_call_record(result, None) for result in results]
+        turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, *rest])
+    return turns
+
+
+def _call_record(result: ToolResult, span: Span | None) -> CallRecord:
+    return CallRecord(call=ToolCall(name=result.name, arguments=None), result=result, span=span)
 
 
 def _segments(record: RolloutRecord) -> list[Segment]:

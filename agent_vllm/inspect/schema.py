@@ -91,7 +91,7 @@ def _are_results(value: Any) -> bool:
 def _are_spans(value: Any) -> bool:
     return _all_of(dict)(value) and all(
         span.keys() == {"kind", "name", "start_s", "end_s"}
-        and span["kind"] in ("model", "tool")
+        and span["kind"] in ("model", "tool", "user")
         and type(span["name"]) is str
         and {type(span["start_s"]), type(span["end_s"])} <= {int, float}
         for span in value

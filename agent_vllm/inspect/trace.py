@@ -112,7 +112,7 @@ def _counters(batch: Sequence[RolloutRecord], process: int, begin_s: float) -> I
 
 
 def _changes(spans: Iterable[dict[str, Any]]) -> Iterator[tuple[float, str, int]]:
-    for kind, counter in (("model", "active"), ("tool", "waiting")):
+    for kind, counter in (("model", "active"), ("tool", "waiting"), ("user", "waiting")):
         own = [(span["start_s"], span["end_s"]) for span in spans if span["kind"] == kind]
         for start_s, end_s in merged(own):
             yield start_s, counter, 1

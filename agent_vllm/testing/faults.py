@@ -92,6 +92,9 @@ class FaultyEngine(RolloutEngine):
     def next_seed(self) -> int:
         return self._engine.next_seed()
 
+    def forget(self, affinity: str) -> None:
+        self._engine.forget(affinity)
+
     def close(self) -> None:
         self._engine.close()
 

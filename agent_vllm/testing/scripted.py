@@ -54,7 +54,7 @@ class ScriptedRolloutEngine(RolloutEngine):
         token_ids = list(turn)[: request.max_new_tokens]
         ended = bool(token_ids) and (
             token_ids[-1] in request.stop_token_ids
-            or ends_on_string(self.tokenizer, token_ids, request.stop_strings)
+            or ends_on_string(self.tokenizer, token_ids, request.sampling.stop_strings)
         )
         return Completion(
             token_ids=token_ids,

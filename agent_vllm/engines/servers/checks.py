@@ -19,6 +19,7 @@ from agent_vllm.engines.models import ModelSource, model_sizes
 from agent_vllm.engines.servers.client import NoAnswerError, RefusedError, ServerClient
 from agent_vllm.engines.servers.weight_transfer import BACKENDS, UNFINISHED
 from agent_vllm.errors import EngineError, VLLMServerError
+from agent_vllm.settings import SamplingParams
 
 VLLM_VERSIONS = SpecifierSet(">=0.31,<0.32", prereleases=True)  # whose routes are used
 _FIRST_CALL_S = 10.0
@@ -224,10 +225,8 @@ async def _likeliest(
 
 
 def probe_request(prompt_ids: list[int], temperature: float = 1.0) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt_ids, max_new_tokens=1, temperature=temperature, top_p=1.0, top_k=0,
-        min_p=0.0, seed=0,
-    )  # fmt: skip
+    sampling = SamplingParams(temperature=temperature)
+    return GenerationRequest(prompt_ids=prompt_ids, max_new_tokens=1, sampling=sampling, seed=0)
 
 
 def check_agreement(facts: Sequence[ServerFacts], *, weights_stay: bool) -> None:

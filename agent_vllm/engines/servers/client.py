@@ -182,16 +182,16 @@ class ServerClient:
 def sampling_params(request: GenerationRequest) -> dict[str, Any]:
     """The fields of vLLM's `SamplingParams` that make a server sample as the other engines do."""
     return {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
+        "top_k": request.sampling.top_k,
+        "min_p": request.sampling.min_p,
         "seed": request.seed,
         "max_tokens": request.max_new_tokens,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # what ends a sequence is in the request, not in the server's files
-        "stop": list(request.stop_strings),
-        "detokenize": bool(request.stop_strings),
+        "stop": list(request.sampling.stop_strings),
+        "detokenize": bool(request.sampling.stop_strings),
         "skip_special_tokens": False,
     }
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,7 +76,7 @@ class Fleet:
         self._tokenizer = tokenizer
         self._max_attempts = max_attempts
         self._health_interval_s = health_interval_s
-        self._homes: WeakKeyDictionary[object, Server] = WeakKeyDictionary()
+        self._homes: dict[str | _Sampled, Server] = {}  # by trajectory, or request without one
         self._is_open = asyncio.Event()
         self._is_open.set()
 
@@ -91,6 +90,17 @@ class Fleet:
             EngineError: it failed too often.
         """
         sampled = _Sampled(request, self._tokenizer)
+        try:
+            return await self._sample(sampled)
+        finally:
+            if request.affinity is None:
+                self._homes.pop(sampled, None)
+
+    async def forget(self, affinity: str) -> None:
+        """Let a trajectory's home be somebody else's."""
+        self._homes.pop(affinity, None)
+
+    async def _sample(self, sampled: "_Sampled") -> Completion:
         failures: list[str] = []
         while len(failures) < self._max_attempts:
             await self._is_open.wait()
@@ -371,7 +381,7 @@ class _Sampled:
             self.logprobs.append(logprob)
             self.versions.append(version)
             # a stop string that an update cut in two is seen by no server
-            strings = self.request.stop_strings if goes_on else ()
+            strings = self.request.sampling.stop_strings if goes_on else ()
             if ends_on_string(self._tokenizer, self.token_ids, strings):
                 self.finish_reason = "stop"
                 return

@@ -188,17 +188,17 @@ class VLLMStepper:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            min_p=request.sampling.min_p,
             seed=request.seed,
             max_tokens=request.max_new_tokens,
             stop_token_ids=list(request.stop_token_ids),
-            stop=list(request.stop_strings),
+            stop=list(request.sampling.stop_strings),
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(request.stop_strings),
+            detokenize=bool(request.sampling.stop_strings),
             skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

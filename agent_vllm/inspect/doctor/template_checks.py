@@ -233,7 +233,7 @@ def _run_of(ids: Sequence[int], spot: int) -> list[int]:
 def find_padding(state: SubjectState) -> Finding:
     """Padding is told by lengths: no real token is masked, whatever the pad id is."""
     pad_id = pad_token_id(state.tokenizer)
-    long, short = state.story, replace(state.story, segments=state.story.segments[:1])
+    long, short = state.story, replace(state.story, turns=state.story.turns[:1])
     batch = collate([long, short], pad_id)
     lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in (long, short)]
     sampled = [row.num_sampled_tokens for row in (long, short)]

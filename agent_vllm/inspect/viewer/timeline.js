@@ -74,7 +74,7 @@ function placed(element, left, width = null) {
 }
 
 function timelineRow(row, end, isLast, isSelected, onOpen) {
-  const bars = row.spans.map(([kind, , start, spanEnd]) => placed(el("span", { class: `bar span-${kind === "tool" ? "tool" : "model"}` }), start / end, (spanEnd - start) / end));
+  const bars = row.spans.map(([kind, , start, spanEnd]) => placed(el("span", { class: `bar span-${kind === "model" ? "model" : "tool"}` }), start / end, (spanEnd - start) / end));
   const show = () => byId("span-readout").replaceChildren(el("b", {}, `${placeName(row)}: `), el("bdi", {}, readableLine(spanText(row))));
   const label = `${placeName(row)}, ends at ${seconds(endOf(row))}, model ${seconds(total(row, "model"))}, tools ${seconds(total(row, "tool"))}${isLast ? ", bounds the batch" : ""}`;
   return el(

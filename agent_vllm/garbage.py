@@ -1,8 +1,8 @@
-"""Full garbage collections are rare while a rollout runs.
+"""Make full garbage collections rare while a rollout runs.
 
-One looks at all that lives while it holds Python's lock, so the engine's thread stands still too:
-0.15 s at 4,096 trajectories, a dozen times a rollout. Invariant: young garbage is collected as
-ever, and after the last rollout the thresholds are what they were.
+A full collection visits every live object while it holds Python's lock, so the engine's thread
+waits too: 0.15 s at 4,096 trajectories, a dozen times per rollout. Invariant: young garbage is
+collected as usual, and after the last rollout the thresholds are restored.
 """
 
 import gc
@@ -19,7 +19,7 @@ _thresholds = gc.get_threshold()  # before the first of those that run
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """While any such block runs, on any thread, full collections are ten times as rare."""
+    """Make full collections ten times as rare while any such block runs, on any thread."""
     _count(1)
     try:
         yield

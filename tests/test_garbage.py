@@ -5,8 +5,8 @@ import gc
 import pytest
 from fakes import user
 
-from agent_vllm.collector import rare_full_collections
 from agent_vllm.errors import EngineError
+from agent_vllm.garbage import rare_full_collections
 from agent_vllm.rollout import rollout_batch
 
 
