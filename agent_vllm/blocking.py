@@ -1,4 +1,4 @@
-"""Run a coroutine to its end from code that is not async: a script, a thread, a notebook."""
+"""Run a coroutine from code that is not async: a script, a thread, a notebook."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result. Inside a running event loop (a notebook) a helper thread runs it.
+    """Return the coroutine's result. Inside a running event loop (a notebook) a thread runs it.
 
     Ctrl-C cancels the coroutine, lets it clean up, and raises KeyboardInterrupt.
     """

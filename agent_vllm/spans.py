@@ -1,6 +1,6 @@
-"""Arithmetic of time spans, each a pair of start and end in seconds.
+"""Add up times that overlap; each is a pair of start and end in seconds.
 
-Invariant: merged spans are in order and do not touch, so their lengths can be added up.
+Invariant: merged intervals are in order and do not touch, so their lengths can be added.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that at least one of them covers.
+    """Return the time that at least one of them covers, as intervals in order.
 
     >>> merged([(2.0, 3.0), (0.0, 1.0), (0.5, 1.5)])
     [(0.0, 1.5), (2.0, 3.0)]
@@ -24,10 +24,10 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:
-    """Seconds in which at least one of them ran."""
+    """Return the seconds that at least one of them covers."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Seconds in which one of the first and one of the second ran: what both lists cover."""
+    """Return the seconds that both lists cover."""
     return covered_s(first) + covered_s(second) - covered_s([*first, *second])

@@ -1,7 +1,7 @@
-"""The user's further messages: asked for after an answer, written by the template.
+"""The messages of a simulated user: asked for after an answer, written by the template.
 
-Owns how a simulated user is asked and which ids its message adds. Invariant: those ids extend what
-was sampled; nothing before them is written anew.
+Owns how a user is asked and which ids its message adds. Invariant: those ids extend what was
+sampled; nothing before them changes.
 """
 
 import inspect
@@ -15,24 +15,24 @@ from agent_vllm.tools import Tool, ToolRunner
 from agent_vllm.types import Messages, ToolCall
 
 User = Callable[[list[dict[str, Any]]], str | Awaitable[str | None] | None]
-"""Gets a copy of the conversation, which ends with the model's answer; gives the next user message,
-or None where there is nothing more to say. Sync or async; one for each trajectory."""
+"""Takes a copy of the conversation, which ends with the model's answer, and returns the next user
+message, or None to end the conversation. Sync or async; one per trajectory."""
 
 _ANSWER = "Noted."
 _PROBES = ("Yes.", "No.")
 
 
 class UserFailed(Exception):
-    """The simulated user raised, ran out of time or said what is no message."""
+    """The simulated user raised, timed out, or returned something that is not a message."""
 
 
 async def ask_user(
     user: User, messages: Messages, runner: ToolRunner, time_left_s: float | None
 ) -> str | None:
-    """The next user message, under the same limits as a tool call.
+    """Return the next user message, or None; the user has the time of a tool call.
 
     Raises:
-        UserFailed: there is none to be had; says why.
+        UserFailed: the user failed; says why.
     """
     call = ToolCall(name="user", arguments={"messages": list(messages)})
     (result,) = await runner.run([call], {"user": _as_tool(user)}, time_left_s)
@@ -44,7 +44,7 @@ async def ask_user(
 def user_suffix_ids(
     chat: ChatFormat, message: str, tools: Sequence[Tool] = (), *, last_token_id: int | None = None
 ) -> list[int]:
-    """What the template writes after an answer: the user's message and the next turn's header.
+    """Return what the template writes after an answer: the user's message and a turn's header.
 
     Args:
         tools: the row's tools, as in `ChatFormat.prompt_ids`.
@@ -81,7 +81,7 @@ async def _awaited(said: Awaitable[str | None]) -> str:
 
 
 def _checked(said: Any) -> str:
-    """The text of a tool's result: a mark and the message, or nothing at all."""
+    """Return the message as the text of a tool's result: behind a mark, or empty for None."""
     if said is not None and not isinstance(said, str):
         raise TypeError(f"A user must say a string or None, got {type(said).__name__}.")
     return "" if said is None else f"={said}"

@@ -1,4 +1,4 @@
-"""B9 and B10: the loop's own time and memory, with an engine that answers at once."""
+"""B9, B10 and B15: the loop's own time and memory, with an engine that answers at once."""
 
 import gc
 import os
@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from agent_vllm import Completion, rollout_batch
+from agent_vllm import Completion, Limits, rollout_batch
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.testing import ScriptedRolloutEngine
 from benchmarks.figures import Figure, at_most, cpu_seconds_of, in_turns, ratios
-from benchmarks.work import LIMITS, NUM_TOOL_TURNS, Setup, conversations, lookup, setup
+from benchmarks.work import LIMITS, NUM_TOOL_TURNS, TEXT, Setup, conversations, lookup, setup
 
 
 def host_time(quick: bool) -> list[Figure]:
@@ -66,6 +66,52 @@ def rollouts(ours: Setup, num_tasks: int) -> None:
     rollout_batch(engine, ours.chat, tasks, [[lookup]] * num_tasks, limits=LIMITS)
 
 
+def long_agents(quick: bool) -> list[Figure]:
+    """B15: host time per turn of agents with many turns and long tool results."""
+    sizes = (5, 10) if quick else (25, 200)
+    ours = setup()
+    words = ours.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    page = ours.tokenizer.decode((words * (1 + 2100 // len(words)))[:2100])
+    long_rollouts(ours, page, 2)
+    seconds = in_turns(
+        {str(size): lambda size=size: long_rollouts(ours, page, size) for size in sizes},
+        1 if quick else 3,
+        cpu_seconds_without_garbage,
+    )
+    per_turn = {n: [1000 * s / (4 * int(n)) for s in seconds[n]] for n in seconds}
+    short, long = per_turn
+    note = ", ".join(f"{n}: {statistics.median(ms):.2f} ms" for n, ms in per_turn.items())
+    return [
+        Figure(
+            id="B15", what=f"host time per turn, trajectories of {long} / {short} turns",
+            goal=at_most(1.5), values=ratios(per_turn[long], per_turn[short]), note=note,
+        )
+    ]  # fmt: skip
+
+
+class KeepsNothing(ScriptedRolloutEngine):
+    """Let go of each request, as a real engine does; 800 prompts of 200,000 ids are 1.4 GB."""
+
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        completion = await super()._sample(request)
+        self.requests.clear()
+        return completion
+
+
+def long_rollouts(ours: Setup, page: str, num_turns: int) -> None:
+    """Roll 4 trajectories out whose every turn reads the page."""
+
+    def read() -> str:
+        """Reads a page."""
+        return page
+
+    call = '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>'
+    engine = KeepsNothing(ours.tokenizer, [call], max_model_len=2**20)
+    tasks = conversations(4)
+    limits = Limits(max_turns=num_turns)
+    rollout_batch(engine, ours.chat, tasks, [[read]] * 4, limits=limits)
+
+
 class LongTurns(ScriptedRolloutEngine):
     """Every turn is a call behind many words, as fresh objects, as a real engine makes them."""
 
@@ -109,7 +155,7 @@ def memory(quick: bool) -> list[Figure]:
 
     rollouts(ours, 8)
     before = resident_bytes()
-    limits = LIMITS.__class__(max_turns=1)
+    limits = Limits(max_turns=1)
     tasks = conversations(num_tasks)
     trajectories = rollout_batch(engine, ours.chat, tasks, [[wait]] * num_tasks, limits=limits)
     total = sum(len(t.prompt_ids) + len(t.completion_ids) for t in trajectories)

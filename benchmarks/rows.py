@@ -35,6 +35,7 @@ ROWS = {
         "B12": "trl_loop:step_wall",
         "B13": "rollouts:prefix_cache",
         "B14": "recording:recording",
+        "B15": "host:long_agents",
         "S1": "simulation:rollouts",
         "S2": "simulation:steps",
     }.items()

@@ -170,7 +170,7 @@ TALK = [{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "ass
 
 
 def told(segments=GOOD, **fields):
-    fields = {"messages": TALK, "num_prompt_messages": 1, "turn_outputs": ["", ""], **fields}
+    fields = {"messages": TALK, "num_prompt_messages": 1, **fields}
     return trajectory([1, 2], *segments, **fields)
 
 
@@ -179,7 +179,7 @@ def told(segments=GOOD, **fields):
     [
         (told(), LOG, Limits(), None),
         (told([sampled(3, 8), *GOOD[1:]]), LOG, Limits(), "sampled ids were changed"),
-        (told([*GOOD[:2], observed(5, 9)]), LOG, Limits(), "1 sampled segments, 2 requests"),
+        (told([*GOOD[:1], observed(4, 5, 9)]), LOG, Limits(), "1 sampled segments, 2 requests"),
         (told(), [LOG[0], (Asked([1, 2, 3, 4]), [5, 9])], Limits(), "turn 1 was asked with other"),
         (told(), LOG, Limits(max_turns=1), "too many turns"),
         (told(), LOG, Limits(max_completion_tokens=4), "longer than the completion may be"),

@@ -27,7 +27,7 @@ from agent_vllm.logprobs import shift
 from agent_vllm.parsing import ResponseTemplateParser, parse_hermes
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
-from agent_vllm.types import ParsedTurn
+from agent_vllm.types import ParsedTurn, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE_NAMES = [check.name for check in template_checks.TEMPLATE_CHECKS]
@@ -474,7 +474,7 @@ def test_logprobs_of_another_distribution(agent):
 
 class IgnoresTemperature(TorchRolloutEngine):
     async def _sample(self, request):
-        return await super()._sample(replace(request, temperature=1.0))
+        return await super()._sample(replace(request, sampling=SamplingParams()))
 
 
 def test_an_engine_that_ignores_the_temperature(agent):

@@ -15,9 +15,7 @@ from agent_vllm.types import Completion
 
 
 def request():
-    return GenerationRequest(
-        prompt_ids=[1], max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
-    )
+    return GenerationRequest(prompt_ids=[1], max_new_tokens=1, seed=0)
 
 
 def completion():

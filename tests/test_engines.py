@@ -472,9 +472,7 @@ def vllm_output(**changes):
     ],
 )
 def test_c10_c19_what_vllm_left_unfinished_is_an_engine_error(changes, message):
-    request = GenerationRequest(
-        prompt_ids=[1], max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
-    )
+    request = GenerationRequest(prompt_ids=[1], max_new_tokens=4, seed=0)
     assert _completion_of(vllm_output(), request, 3).token_ids == [5, 6]
     outcome = _completion_of(vllm_output(**changes), request, 3)
     assert isinstance(outcome, EngineError) and message in str(outcome)

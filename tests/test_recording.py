@@ -1,5 +1,6 @@
 """What a training run records and logs: fields, logprobs of shuffled rows, names of metrics."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -192,6 +193,30 @@ def test_the_figures_of_a_rollout():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not any("made up" in name for name in metrics)
+
+
+def test_a_tool_named_user_and_the_simulated_user_are_told_apart():
+    called = with_calls(call("user", 3.0))
+    span = Span(kind="user", name="user", start_s=4.0, end_s=9.0)
+    turn = dataclasses.replace(called.turns[0], user_span=span)
+    metrics, _ = rollout_metrics([dataclasses.replace(called, turns=[turn])], seconds=10.0)
+    assert metrics["tools/user/seconds_p50"] == pytest.approx(3.0)
+    assert metrics["tools/user/seconds_p95"] == pytest.approx(3.0)
+    assert (metrics["rollout/tool_seconds"], metrics["rollout/user_seconds"]) == (3.0, 5.0)
+
+
+def test_a_user_before_a_call_of_a_tool_named_user():
+    """Spans matched by name gave the tool the first span of that name."""
+    first = trajectory(
+        [1], sampled(2),
+        spans=[
+            Span(kind="model", name="turn 0", start_s=0.0, end_s=1.0),
+            Span(kind="user", name="user", start_s=1.0, end_s=8.0),
+        ],
+    )  # fmt: skip
+    t = dataclasses.replace(first, turns=[*first.turns, *with_calls(call("user", 2.0)).turns])
+    metrics, _ = rollout_metrics([t], seconds=10.0)
+    assert metrics["tools/user/seconds_p50"] == pytest.approx(2.0)
 
 
 def test_no_engine_figures_where_the_engine_has_none():

@@ -40,7 +40,12 @@ def told(engine, chat, **options):
 
 
 def without_times(t):
-    return dataclasses.replace(t, spans=[(span.kind, span.name) for span in t.spans])
+    return dataclasses.replace(t, turns=[_without_times(turn) for turn in t.turns])
+
+
+def _without_times(turn):
+    calls = [dataclasses.replace(record, span=None) for record in turn.calls]
+    return dataclasses.replace(turn, span=None, calls=calls)
 
 
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 2]])
@@ -49,6 +54,7 @@ def test_a_fault_changes_nothing_of_the_trajectory(chat, failing, numbers):
     engine = failing(*numbers)
     t, status = told(engine, chat)
     assert without_times(t) == without_times(plain)
+    assert [(s.kind, s.name) for s in t.spans] == [(s.kind, s.name) for s in plain.spans]
     assert t.stop_reason is StopReason.ANSWERED
     counts = [(s.num_turns, s.num_sampled_tokens, s.num_retries) for s in (calm, status)]
     assert counts == [(2, plain.num_sampled_tokens, 0), (2, plain.num_sampled_tokens, len(numbers))]
@@ -123,4 +129,5 @@ def test_what_an_engine_got_wrong_is_asked_for_again(chat, failing, spoil):
     engine._sample = spoiled
     t, status = told(engine, chat)
     assert without_times(t) == without_times(plain)
+    assert [(s.kind, s.name) for s in t.spans] == [(s.kind, s.name) for s in plain.spans]
     assert status.num_retries == 1

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import random
 import threading
+from collections import Counter
 
 import pytest
 from fakes import (
@@ -19,7 +20,13 @@ from fakes import (
 )
 
 from agent_vllm.chat import ChatFormat
-from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionError
+from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.errors import (
+    ChatTemplateError,
+    EngineError,
+    InvalidRequestError,
+    ToolDefinitionError,
+)
 from agent_vllm.rollout import (
     RolloutStatus,
     rollout_batch,
@@ -27,7 +34,8 @@ from agent_vllm.rollout import (
     rollout_single,
     rollout_single_async,
 )
-from agent_vllm.types import Limits, StopReason
+from agent_vllm.testing import ScriptedRolloutEngine
+from agent_vllm.types import Limits, SamplingParams, StopReason
 
 # ---- isolation ----
 
@@ -268,7 +276,66 @@ def test_sampling_options_reach_the_engine(chat, scripted):
     engine = scripted(["ok"])
     rollout_single(engine, chat, user(), temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
     (request,) = engine.requests
-    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.7, 0.9, 5, 0.1)
+    assert request.sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_bad_sampling_is_refused_before_any_trajectory_starts(chat, scripted, single):
+    engine, status = scripted(["ok"]), RolloutStatus()
+    with pytest.raises(InvalidRequestError, match="`top_p` must be in"):
+        if single:
+            rollout_single(engine, chat, user(), top_p=1.5, status=status)
+        else:
+            rollout_batch(engine, chat, [user()], top_p=1.5, status=status)
+    assert (engine.requests, status.num_trajectories) == ([], 0)
+
+
+def test_trajectories_of_rollouts_side_by_side_have_names_of_their_own(chat, scripted):
+    engine = scripted([ADD, "3"])
+
+    async def both():
+        await asyncio.gather(
+            *(rollout_batch_async(engine, chat, [user()] * 2, [[add]] * 2, 2) for _ in range(2))
+        )
+
+    asyncio.run(both())
+    names = Counter(request.affinity for request in engine.requests)
+    assert len(names) == 2 * 2 * 2 and set(names.values()) <= {1, 2}
+    assert all(name.endswith(("row 0, sample 0", "row 0, sample 1", "row 1, sample 0",
+                              "row 1, sample 1")) for name in names)  # fmt: skip
+
+
+class Remembers(ScriptedRolloutEngine):
+    """Notes which trajectories are over."""
+
+    def forget(self, affinity):
+        self.over = [*getattr(self, "over", []), affinity]
+
+
+def test_the_engine_is_told_which_trajectories_have_ended(tokenizer, chat):
+    engine = Remembers(tokenizer, lambda _: EngineError("no"))
+    rollout_batch(engine, chat, [user()], None, 3)
+    assert sorted(engine.over) == sorted({request.affinity for request in engine.requests})
+
+
+def test_ids_are_checked_once(chat, scripted):
+    """The first turn's prompt as a whole; then what the engine has not seen: the suffix."""
+    engine = scripted([ADD, ADD, "3"])
+    t = rollout_single(engine, chat, user(), [add])
+    seen = [request.num_checked_ids for request in engine.requests]
+    first = len(t.prompt_ids) + len(t.turns[0].segment.token_ids)
+    second = first + sum(len(s.token_ids) for s in (t.turns[0].suffix, t.turns[1].segment))
+    assert seen == [0, first, second]
+
+
+def test_an_id_that_was_not_checked_yet_is_refused(chat, scripted):
+    """A tool result can't have one; a tokenizer that grew after the engine was built can."""
+    engine = scripted([ADD, "3"])
+    request = GenerationRequest(
+        prompt_ids=[1, 2, engine.vocab_size], num_checked_ids=2, max_new_tokens=1, seed=0
+    )
+    with pytest.raises(InvalidRequestError, match="out of the engine's vocabulary"):
+        asyncio.run(engine.sample(request))
 
 
 # ---- pace ----

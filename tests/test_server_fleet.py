@@ -93,24 +93,15 @@ def test_a_request_that_is_refused_is_not_sent_again(build, servers):
     assert len(request_ids(server)) == 1
 
 
-class Trajectory:
-    def __init__(self, name):
-        self.name = name
-
-    def __str__(self):
-        return self.name
-
-
 def test_requests_of_a_trajectory_stay_and_trajectories_spread(build, servers):
     engine = build(*servers)
-    trajectories = [Trajectory(str(number)) for number in range(4)]
 
     async def turns():
         for _ in range(3):
             await asyncio.gather(
                 *(
-                    engine.generate([20, 30 + n], max_new_tokens=3, affinity=trajectory)
-                    for n, trajectory in enumerate(trajectories)
+                    engine.generate([20, 30 + n], max_new_tokens=3, affinity=f"row {n}")
+                    for n in range(4)
                 )
             )
 
@@ -120,6 +111,17 @@ def test_requests_of_a_trajectory_stay_and_trajectories_spread(build, servers):
     assert [len(server.bodies[GENERATE]) for server in servers] == [6, 6]
 
 
+def test_a_trajectory_that_has_ended_takes_up_no_place(build, servers):
+    engine = build(*servers)
+    for number in range(4):
+        generate(engine, affinity=f"row {number}")
+    engine.forget("row 0")
+    engine.forget("row 2")  # both lived on the first server
+    for number in (4, 5):
+        generate(engine, affinity=f"row {number}")
+    assert [len(server.bodies[GENERATE]) for server in servers] == [4, 2]
+
+
 def test_what_a_dead_server_had_goes_on_elsewhere_and_the_log_says_so(build, servers, caplog):
     first, second = servers
     engine = build(*servers)
@@ -127,9 +129,7 @@ def test_what_a_dead_server_had_goes_on_elsewhere_and_the_log_says_so(build, ser
 
     async def rollout():
         waiting = [
-            asyncio.create_task(
-                engine.generate([20, 30], max_new_tokens=3, affinity=Trajectory(f"row {row}"))
-            )
+            asyncio.create_task(engine.generate([20, 30], max_new_tokens=3, affinity=f"row {row}"))
             for row in range(4)
         ]
         await asyncio.to_thread(eventually, lambda: len(first.bodies.get(GENERATE, [])) == 2)
@@ -152,11 +152,10 @@ def test_a_silent_server_is_noticed_by_looking_at_it(build, servers):
     first.answers["/weight_info"] = lambda body: (
         {"weight_version": "default"} if not first.bodies.get(GENERATE) else Status(500, "dead")
     )
-    trajectories = [Trajectory("one"), Trajectory("two")]
 
     async def both():
         return await asyncio.gather(
-            *(engine.generate([20], max_new_tokens=3, affinity=t) for t in trajectories)
+            *(engine.generate([20], max_new_tokens=3, affinity=name) for name in ("one", "two"))
         )
 
     assert [c.token_ids for c in asyncio.run(both())] == [[TOKEN] * 3] * 2
@@ -189,8 +188,8 @@ def test_a_server_that_was_started_again_gets_no_request_before_it_has_the_weigh
     assert any("it was started again" in message for message in caplog.messages)
     engine.update_policy(model)
     assert first.label == second.label
-    for _ in range(4):
-        generate(engine, affinity=Trajectory("one"))
+    for number in range(4):
+        generate(engine, affinity=f"row {number}")
     assert len(request_ids(first)) > 0
 
 

@@ -1,12 +1,24 @@
 """Values: the views of a trajectory, length checks, limits."""
 
 import dataclasses
+import math
 import re
 
 import pytest
 from fakes import observed, sampled, trajectory
 
-from agent_vllm.types import Completion, Limits, Segment, Span, StopReason, ToolResult
+from agent_vllm.errors import InvalidRequestError
+from agent_vllm.types import (
+    Completion,
+    Limits,
+    SamplingParams,
+    Segment,
+    Span,
+    StopReason,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 
 def test_views_of_a_trajectory():
@@ -20,9 +32,7 @@ def test_views_of_a_trajectory():
 
 
 def test_a22_sampled_tokens_are_counted_without_gaps():
-    t = trajectory(
-        [1], observed(*[0] * 3), sampled(*[7] * 4), observed(*[0] * 3), sampled(*[7] * 5)
-    )
+    t = trajectory([1], sampled(*[7] * 4), observed(*[0] * 3), sampled(*[7] * 5))
     assert t.num_sampled_tokens == 9
 
 
@@ -107,7 +117,8 @@ def test_b21_zero_is_a_limit_of_its_own(name):
 )
 def test_other_limits_are_more_than_zero_or_none(name):
     assert getattr(Limits(**{name: None}), name) is None
-    with pytest.raises(ValueError, match=f"`{name}` must be more than 0, got 0. Use None"):
+    none = "math.inf" if name == "tool_timeout_s" else "None"
+    with pytest.raises(ValueError, match=f"`{name}` must be more than 0, got 0. Use {none}"):
         Limits(**{name: 0})
 
 
@@ -133,10 +144,93 @@ def test_a_limit_that_can_not_be_reached_is_refused(name, tighter):
     assert getattr(Limits(**{name: None, tighter: 8}), tighter) == 8
 
 
-@pytest.mark.parametrize("name", ["turn_deadline_s", "deadline_s"])
-def test_the_default_time_of_a_call_gives_way(name):
-    limits = Limits(**{name: 10})
-    assert (limits.tool_timeout_s, getattr(limits, name)) == (30.0, 10)
+@pytest.mark.parametrize("deadline", ["turn_deadline_s", "deadline_s"])
+def test_the_default_time_of_a_call_gives_way_and_a_set_one_does_not(deadline):
+    assert Limits(**{deadline: 5}).call_timeout_s == 30.0
+    for seconds in (30.0, 29.0):
+        with pytest.raises(ValueError, match=f"`tool_timeout_s` must be at most `{deadline}`"):
+            Limits(**{"tool_timeout_s": seconds, deadline: 5})
+
+
+def test_infinite_time_for_a_call_means_no_limit():
+    assert Limits(tool_timeout_s=math.inf, deadline_s=5).call_timeout_s is None
+    assert Limits(tool_timeout_s=7.0).call_timeout_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("temperature", -1.0, "0 or >= 0.01"),
+        ("temperature", 0.001, "0 or >= 0.01"),
+        ("temperature", math.nan, "0 or >= 0.01"),
+        ("top_p", 0.0, "in (0, 1]"),
+        ("top_p", 1.1, "in (0, 1]"),
+        ("top_k", -1, "0 (off) or more"),
+        ("min_p", -0.1, "in [0, 1]"),
+        ("min_p", 2.0, "in [0, 1]"),
+        ("stop_strings", "stop", "a list of non-empty strings"),
+        ("stop_strings", [""], "a list of non-empty strings"),
+    ],
+)
+def test_sampling_params_are_checked_when_built(name, value, wanted):
+    with pytest.raises(InvalidRequestError, match=re.escape(f"`{name}` must be {wanted}, got")):
+        SamplingParams(**{name: value})
+
+
+def test_sampling_params_compare_by_value():
+    assert SamplingParams(stop_strings=["a"]) == SamplingParams(stop_strings=("a",))
+    assert len({SamplingParams(), SamplingParams(temperature=1.0)}) == 1
+
+
+# ---- turns ----
+
+
+def test_a_trajectory_from_segments_is_in_turns():
+    segments = [sampled(3, 9), observed(4), sampled(5), sampled(6, 9)]
+    t = Trajectory.from_segments(
+        prompt_ids=[1], segments=segments, stop_reason=StopReason.ANSWERED, error="e"
+    )
+    assert [(turn.segment.token_ids, turn.suffix) for turn in t.turns] == [
+        ([3, 9], segments[1]),
+        ([5], None),
+        ([6, 9], None),
+    ]
+    assert (t.segments, t.turn_outputs, t.num_turns, t.error) == (segments, ["", "", ""], 3, "e")
+
+
+@pytest.mark.parametrize(
+    "segments", [[observed(4), sampled(3)], [sampled(3), observed(4), observed(5)]]
+)
+def test_an_observed_segment_must_follow_a_sampled_one(segments):
+    with pytest.raises(ValueError, match="must follow a sampled one"):
+        trajectory([1], *segments)
+
+
+def test_a_turn_is_sampled_and_what_follows_it_is_not():
+    with pytest.raises(ValueError, match="`segment` must be sampled"):
+        Turn(segment=observed(1), text="")
+    with pytest.raises(ValueError, match="`suffix` must not be sampled"):
+        Turn(segment=sampled(1), text="", suffix=sampled(2))
+
+
+def test_each_token_has_its_own_version():
+    mixed = Segment(
+        token_ids=[3, 9], logprobs=[-0.5, -0.5], policy_version=1, token_versions=[1, 2]
+    )
+    t = trajectory([1], mixed, observed(4), sampled(5, version=2))
+    # columns:                  a0 E  t     a1
+    assert t.token_versions == [1, 2, None, 2]
+    assert t.policy_versions == [1, 2]
+
+
+def test_the_spans_of_a_turn_are_model_calls_user():
+    spans = [Span(kind=kind, name="x", start_s=0.0, end_s=2.0) for kind in ("model", "user")]
+    call = Span(kind="tool", name="user", start_s=0.0, end_s=3.0)
+    result = ToolResult(name="user", content="", status="ok")
+    t = trajectory([1], sampled(3), spans=[spans[0], call, spans[1]], tool_results=[result])
+    assert t.spans == [spans[0], call, spans[1]]
+    assert (t.seconds("model"), t.seconds("tool"), t.seconds("user")) == (2.0, 3.0, 2.0)
+    assert [record.span for record in t.calls] == [call]
 
 
 def test_failures_are_not_the_models():

@@ -49,6 +49,17 @@ def test_the_user_goes_on_after_an_answer(chat, scripted):
     assert broken_invariants(t, engine.requests) == []
 
 
+def test_waiting_for_the_user_is_no_tool_time(chat, scripted):
+    t = roll(chat, scripted(["hello", ADD, "3"]), saying("sum"))
+    assert [(span.kind, span.name) for span in t.spans] == [
+        ("model", "turn 0"), ("user", "user"),
+        ("model", "turn 1"), ("tool", "add"),
+        ("model", "turn 2"), ("user", "user"),
+    ]  # fmt: skip
+    assert [turn.user_span is not None for turn in t.turns] == [True, False, True]
+    assert [len(turn.calls) for turn in t.turns] == [0, 1, 0]
+
+
 def test_only_sampled_tokens_are_trained(chat, scripted):
     t = roll(chat, scripted(["a", "b"]), saying("u"))
     num_written = len("\n") + len("|user\nu") + len("|\n") + len("|assistant\n")

@@ -30,8 +30,8 @@ class AgentGRPOConfig(GRPOConfig):
             Tokens of one tool result; longer ones are cut and marked.
         max_invalid_calls (`int`, *optional*):
             Calls in a row that could not run before the trajectory is ended.
-        tool_timeout_s (`float`, *optional*, defaults to `30.0`):
-            Seconds for one tool call.
+        tool_timeout_s (`float`, *optional*):
+            Seconds for one tool call. If `None`, 30 s, or less where a deadline is tighter; `inf` means no limit.
         turn_deadline_s (`float`, *optional*):
             Seconds for one turn, its tools among them. Sampling past it is given up, which ends the trajectory; calls
             past it are answered as timed out.
@@ -89,7 +89,8 @@ class AgentGRPOConfig(GRPOConfig):
         metadata={"help": "Calls in a row that could not run before the trajectory is ended."},
     )
     tool_timeout_s: float | None = field(
-        default=30.0, metadata={"help": "Seconds for one tool call."}
+        default=None,
+        metadata={"help": "Seconds for one tool call; 30 if not set, inf for no limit."},
     )
     turn_deadline_s: float | None = field(
         default=None, metadata={"help": "Seconds for one turn, its tools among them."}

@@ -1,7 +1,7 @@
 """The engine interface: token ids in, sampled token ids with their logprobs out.
 
-Owns what every engine must agree on: which requests are valid, what a valid completion is, and the
-tensor interface on top of single sequences. Knows nothing of chats or tools.
+Owns what all engines share: which requests and completions are valid, and the tensor interface on
+top of single sequences. Knows nothing of chats or tools.
 """
 
 import array

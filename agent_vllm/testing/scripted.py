@@ -1,7 +1,7 @@
-"""A scripted engine for tests of tools, environments and rewards: no model, every token known.
+"""An engine that follows a script, for tests of tools, environments and rewards without a model.
 
-Owns nothing that runs in training. Invariant: what the script says is what is sampled, cut at the
-request's `max_new_tokens` as a real engine would cut it.
+Never used in training. Invariant: the script's tokens are what is sampled, cut at the request's
+`max_new_tokens` as a real engine cuts them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +16,13 @@ Script = Callable[[GenerationRequest], Sequence[int] | Exception]
 
 
 class ScriptedRolloutEngine(RolloutEngine):
-    """Answers from a script; every sampled token has logprob -0.5.
+    """Answer from a script; every sampled token has logprob -0.5.
 
     Args:
         tokenizer: encodes turns given as text; its end token is added to them.
-        turns: either the turns of a conversation in order, as text or ids (each call takes the
-            next one; the last is repeated), or a function from the request to the ids of its turn,
-            or to an error that the engine is to raise.
+        turns: the turns of a conversation in order, as text or ids (each request takes the next
+            one; the last is repeated). Or a function from a request to the ids of its turn, or to
+            an error that the engine raises.
         max_model_len: prompt and completion together.
 
     Attributes:
@@ -74,6 +74,6 @@ class ScriptedRolloutEngine(RolloutEngine):
         return script
 
     def encode_turn(self, text: str) -> list[int]:
-        """The ids of a turn's text, with the end token."""
+        """Return the ids of a turn's text, with the end token."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids, self.eos_token_ids[0]]
