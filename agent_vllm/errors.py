@@ -1,6 +1,7 @@
-"""Every error that this package raises on purpose: one root, and each also a standard error.
+"""Define every error that this package raises on purpose.
 
-A tool's trouble is never raised; it is a result (see `tools.py`).
+All share one root, and each is also a standard error. A tool's trouble is never raised: it becomes
+the result of the call.
 """
 
 
@@ -13,27 +14,27 @@ class ChatTemplateError(AgentVLLMError, ValueError):
 
 
 class ToolDefinitionError(AgentVLLMError, ValueError):
-    """A tool can't be offered to the model: no name, type hints or docstring, or a name twice."""
+    """A tool can't be offered to the model: no name, hints or docstring, or a duplicate name."""
 
 
 class EnvironmentDefinitionError(AgentVLLMError, ValueError):
-    """An environment can't be used: no `reset`, a method without hints, a name that is unknown."""
+    """An environment can't be used: no `reset`, a method without hints, or an unknown name."""
 
 
 class EngineError(AgentVLLMError, RuntimeError):
-    """The engine could not serve a request; the trajectory that asked ends as engine error."""
+    """The engine could not serve a request; its trajectory ends as `engine_error`."""
 
 
 class EngineDeadError(EngineError):
-    """The engine answers nobody any more: it hangs, its thread failed, or it was closed."""
+    """The engine serves no more requests: it hangs, its thread failed, or it was closed."""
 
 
 class EngineBusyError(EngineError):
-    """The engine was asked for something that needs it idle while requests were in flight."""
+    """The operation needs an idle engine, and requests were in flight."""
 
 
 class EngineUnavailableError(AgentVLLMError, ImportError):
-    """The engine's package is not installed; names the extra that brings it."""
+    """The engine's package is not installed; names the extra that installs it."""
 
 
 class UnsupportedModelError(AgentVLLMError, ValueError):
@@ -41,28 +42,28 @@ class UnsupportedModelError(AgentVLLMError, ValueError):
 
 
 class InvalidRequestError(AgentVLLMError, ValueError):
-    """A generation request that no engine could serve: empty, out of vocabulary, no room left."""
+    """No engine could serve this request: empty, out of vocabulary, or too long."""
 
 
 class WeightSyncError(AgentVLLMError, RuntimeError):
-    """The learner's weights do not fit the engine's: a name or a shape is missing or unknown."""
+    """The learner's weights do not fit the engine: a name or shape is missing or unknown."""
 
 
 class RecordError(AgentVLLMError, ValueError):
-    """A file of recorded rollouts can't be read, joined or replayed; names the file and line."""
+    """A record of rollouts can't be read, joined or replayed; names the file and line."""
 
 
 class EmptyRecordError(RecordError):
-    """The file holds no recorded trajectory; a run that goes on may not have written one yet."""
+    """The file holds no recorded trajectory; an ongoing run may not have written one yet."""
 
 
 class ToolServerError(AgentVLLMError, ConnectionError):
-    """A tool server can't be started or reached, or what it says is no MCP; says which."""
+    """A tool server can't be started or reached, or does not speak MCP; says which."""
 
 
 class VLLMServerError(AgentVLLMError, ConnectionError):
-    """A vLLM server can't be reached, or isn't what the engine needs; says how to start it."""
+    """A vLLM server can't be reached or lacks what the engine needs; says how to start it."""
 
 
 class ScenarioError(AgentVLLMError, ValueError):
-    """What is to be simulated makes no sense: a distribution, a rate, a number; names it."""
+    """A simulation's input is invalid: a distribution, a rate or a number; names it."""

@@ -1,13 +1,13 @@
-"""`python -m benchmarks`: every row, one table, `benchmarks/results/latest.json` and a chart.
+"""Run all rows; print a table, write `benchmarks/results/latest.json` and a chart.
 
 python -m benchmarks --only B1 --only B9
-python -m benchmarks --quick        # small sizes, to see that everything runs
+python -m benchmarks --quick        # small sizes, to check that everything runs
 python -m benchmarks --table        # the latest results in Markdown, for the docs
 """
 
 import os
 
-# As the Makefile sets them: threads that spin while they wait slow each other down tenfold.
+# As in the Makefile: threads that spin while they wait slow each other down tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

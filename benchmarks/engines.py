@@ -1,4 +1,4 @@
-"""B4, B5, B7 and B8: the engine beside bare vLLM, other engines, a memcpy and vLLM's defaults."""
+"""Measure B4, B5, B7 and B8: the engine against bare vLLM, other engines, a memcpy, defaults."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ ONE_TURN = Limits(max_turns=1)
 
 
 def against_bare_generate(quick: bool) -> list[Figure]:
-    """B4: no tools; tokens per second against `vllm.LLM.generate`, with seeds and without."""
+    """Measure B4: tokens per second against `vllm.LLM.generate`, with and without seeds."""
     ours = setup()
     prompts = uneven_prompts(ours, 4 if quick else 128, (8, 16) if quick else (64, 256))
     with FixedLengthVLLM(ours.model, ours.tokenizer) as engine:
@@ -72,7 +72,7 @@ def one_turn(engine: Any, ours: Setup, messages: Any, ids: Any, lengths: list[in
 
 
 def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
-    """What our engine was built with, so that the peer differs in how it is driven alone."""
+    """Return our engine's arguments, so that the other side differs only in how it is driven."""
     from agent_vllm.engines.vllm.options import VLLMOptions
 
     options = VLLMOptions(
@@ -83,7 +83,7 @@ def engine_arguments(engine: VLLMRolloutEngine, ours: Setup) -> dict[str, Any]:
 
 
 class BareVLLM:
-    """`vllm.LLM.generate` in this process: all prompts in one call, as vLLM's docs have it."""
+    """Run `vllm.LLM.generate` in this process, with all prompts in one call, as in vLLM's docs."""
 
     def __init__(
         self, arguments: dict[str, Any], prompts: list[list[int]], lengths: list[int]
@@ -116,7 +116,7 @@ class BareVLLM:
 
 
 def against_torch(quick: bool) -> list[Figure]:
-    """B5: useful tokens per second against the torch engine and a padded `generate`."""
+    """Measure B5: useful tokens per second against the torch engine and a padded `generate`."""
     small = (4, (4, 8), 1)
     figures = _against_torch("tiny", at_least(2.5), *(small if quick else (64, (16, 128), 3)))
     if quick:
@@ -157,7 +157,7 @@ def _against_torch(
 
 
 def padded_generate(ours: Setup, ids: list[list[int]], lengths: list[int]) -> None:
-    """One batch, left-padded, run to the longest row's length, with the scores of every step."""
+    """Generate one left-padded batch to the longest row's length, with the scores of every step."""
     from agent_vllm.batch import pad_rows
 
     ours.model.generate(
@@ -173,7 +173,7 @@ def padded_generate(ours: Setup, ids: list[list[int]], lengths: list[int]) -> No
 
 
 def weight_sync(quick: bool) -> list[Figure]:
-    """B7: a sync against a memcpy of the same bytes, and the mode with unpacked weights."""
+    """Measure B7: a sync against a memcpy of the same bytes, and packed against unpacked."""
     figures = []
     for name in ["tiny"] if quick else ["tiny", "135M", "0.5B"]:
         figures += _weight_sync(name, 3 if quick or name != "tiny" else 10)
@@ -213,7 +213,7 @@ def _weight_sync(name: str, num_rounds: int) -> list[Figure]:
 
 
 def _whole_step() -> Figure:
-    """One sync and the tokens that a small step samples, with unpacked and with packed weights."""
+    """Measure a sync plus the tokens of a small step, with unpacked and with packed weights."""
     ours = setup("135M")
     prompts = uneven_prompts(ours, 16, (32, 64))
     options = {"max_model_len": 512}
@@ -259,7 +259,7 @@ if __name__ == "__main__":
 
 
 def start_up(quick: bool) -> list[Figure]:
-    """B8: from a process that has a learner to the first token."""
+    """Measure B8: from a process that has loaded the learner to the first token."""
     folder = str(model_folder("tiny"))
     ours = [_fresh_process(_OURS, folder)]
     figures = [
@@ -283,7 +283,7 @@ def start_up(quick: bool) -> list[Figure]:
 
 
 def _fresh_process(code: str, folder: str) -> float:
-    """Seconds that the code takes in a process that has a learner."""
+    """Return the seconds that `code` takes in a process that has loaded the learner."""
     lines = [
         "import time, torch",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

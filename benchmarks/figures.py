@@ -1,6 +1,6 @@
-"""The values of a benchmark: a figure with its goal, and the taking of measurements in turns.
+"""Define a benchmark's figures and goals, and take measurements in turns.
 
-Invariant: a ratio is made of two measurements of the same round, never of two runs.
+Invariant: a ratio compares two measurements of the same round, never of two runs.
 """
 
 import statistics
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Seconds = dict[str, list[float]]  # of each side, one a round
+Seconds = dict[str, list[float]]  # per side, one per round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """`value` must be at most, or at least, `limit`; `"none"` is for what is only shown."""
+    """Require a value to be at most, or at least, `limit`; `"none"` only shows it."""
 
     kind: Literal["at most", "at least", "none"]
     limit: float = 0.0
@@ -42,11 +42,11 @@ SHOWN = Goal(kind="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One line of the table.
+    """Hold one line of the table.
 
     Attributes:
-        id: of the row, with what tells its figures apart: "B7 tiny".
-        values: one a round; the figure is their median, the spread their extremes.
+        id: the row's id, with a suffix where it has several figures: "B7 tiny".
+        values: one per round; the figure is their median, the spread their extremes.
         note: what else was seen, such as both sides' seconds.
     """
 
@@ -82,7 +82,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def cpu_seconds_of(work: Callable[[], object]) -> float:
-    """Of all threads of this process: what others do on the machine adds little."""
+    """Return the CPU seconds of all threads of this process; other load adds little."""
     start_s = time.process_time()
     work()
     return time.process_time() - start_s
@@ -93,7 +93,7 @@ def in_turns(
     num_rounds: int,
     clock: Callable[[Callable[[], object]], float] = seconds_of,
 ) -> Seconds:
-    """Seconds of each side, measured A B A B."""
+    """Return the seconds of each side, measured A B A B."""
     seconds: Seconds = {name: [] for name in sides}
     for _ in range(num_rounds):
         for name, work in sides.items():
@@ -102,10 +102,10 @@ def in_turns(
 
 
 def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Divide round by round."""
     return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Both sides for a note: "ours 2.1 s, barrier 3.4 s"."""
+    """Format both sides for a note: "ours 2.1 s, barrier 3.4 s"."""
     return ", ".join(f"{name} {statistics.median(s):.3g} s" for name, s in seconds.items())

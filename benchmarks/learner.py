@@ -1,4 +1,4 @@
-"""What a trainer needs to be measured: data, settings, a reward, a clock. B11 is made of them."""
+"""Measure B11, and hold what trainers need to be measured: data, settings, a reward, a clock."""
 
 import tempfile
 import time
@@ -17,7 +17,7 @@ NUM_GENERATIONS = 4
 
 
 def settings(batch_size: int, num_steps: int, output_dir: str) -> dict[str, Any]:
-    """Arguments of `GRPOConfig`, the same on all sides."""
+    """Return the arguments of `GRPOConfig`, the same on all sides."""
     return {
         "output_dir": output_dir,
         "max_steps": num_steps,
@@ -52,7 +52,7 @@ def random_reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of every step, its sync included; sets each step's tool latency."""
+    """Measure the seconds of every step, sync included; set each step's tool latency."""
 
     def __init__(self, latencies: list[str]) -> None:
         self._latencies = latencies
@@ -72,7 +72,7 @@ class Clock(TrainerCallback):
 
 
 def old_logprobs(quick: bool) -> list[Figure]:
-    """B11: learner time of a step with the sampler's logprobs, and with TRL's recomputed ones."""
+    """Measure B11: a step's learner time with the sampler's logprobs and with recomputed ones."""
     batch_size, num_steps = (4, 1) if quick else (64, 3)
     ours = setup()
     seconds: dict[str, list[float]] = {"sampler": [], "recomputed": []}
@@ -92,7 +92,7 @@ def old_logprobs(quick: bool) -> list[Figure]:
 
 
 def _learner_seconds(ours: Setup, old_logprobs: str, batch_size: int, num_steps: int) -> float:
-    """Of one step, without rollout and sync; the first step warms up."""
+    """Return the seconds of one step without rollout and sync; the first step warms up."""
     clock = Clock(["none"] * (num_steps + 1))
     args = settings(batch_size, num_steps + 1, tempfile.mkdtemp())
     trainer = AgentGRPOTrainer(

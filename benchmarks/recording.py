@@ -1,4 +1,4 @@
-"""B14: what recording every trajectory costs, beside the rollout that it records."""
+"""Measure B14: the cost of recording every trajectory, relative to the rollout."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.work import setup
 
 
 def recording(quick: bool) -> list[Figure]:
-    """B14: the record and the learner's logprobs, tools that take no time."""
+    """Measure B14: write the record and the learner's logprobs; tools take no time."""
     num_tasks = 4 if quick else 64
     ours = setup()
     latest: list[Trajectory] = []

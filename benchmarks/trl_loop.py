@@ -1,7 +1,7 @@
-"""B2 and B12: stock TRL with vLLM in its process, its own tool loop, beside our trainer.
+"""Measure B2 and B12: stock TRL, with vLLM in its process and its own tool loop, and our trainer.
 
-TRL's sync raises on the CPU build of vLLM, which repacks weights after loading. It is lent ours,
-and the script's logits processor; nothing else of TRL is changed. Invariant: both sides train the
+TRL's sync raises on the CPU build of vLLM, which repacks weights after loading. TRL gets our sync
+and the script's logits processor; nothing else of it is changed. Invariant: both sides train the
 same model on the same rows with the same settings.
 """
 
@@ -24,7 +24,7 @@ LENT = "TRL is lent our weight sync"
 
 
 class _Timed:
-    """Mixed into a trainer: the wall of every rollout, TRL's `_generate`."""
+    """Measure the wall time of every rollout, TRL's `_generate`; a trainer mixin."""
 
     rollout_seconds: list[float]
 
@@ -44,7 +44,7 @@ class TimedTRL(_Timed, GRPOTrainer):
 
 
 def rollout_wall(quick: bool) -> list[Figure]:
-    """B2: the rollouts of one step, log-normal tools; the first step of each side warms up."""
+    """Measure B2: one step's rollouts with log-normal tools; each side's first step warms up."""
     latencies = ["none", "0.01"] if quick else ["none", "log-normal"]
     ours, theirs = _both(4 if quick else 64, latencies, repeat_ours=1 if quick else 2)
     a, b = ours.rollout_seconds[1:], theirs.rollout_seconds[1:]
@@ -58,7 +58,7 @@ def rollout_wall(quick: bool) -> list[Figure]:
 
 
 def step_wall(quick: bool) -> list[Figure]:
-    """B12: a whole GRPO step, tools of 0.2 s."""
+    """Measure B12: a whole GRPO step with tools of 0.2 s."""
     latencies = ["none", "0.01"] if quick else ["none", "0.2"]
     ours, theirs = _both(4 if quick else 64, latencies, repeat_ours=1 if quick else 2)
     a, b = ours.clock.seconds[1:], theirs.clock.seconds[1:]
@@ -126,7 +126,7 @@ def _train_trl(theirs: Setup, batch_size: int, latencies: list[str], folder: str
 
 
 def lent_sync(generation: Any) -> None:
-    """In the place of `VLLMGeneration.sync_weights`."""
+    """Sync weights in place of `VLLMGeneration.sync_weights`."""
     weights = dict(LearnerWeights(generation.model).tensors())
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
     assert generation.llm.reset_prefix_cache()

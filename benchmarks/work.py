@@ -1,8 +1,8 @@
-"""What is run: conversations whose turns, lengths and tool latencies are fixed by a seed.
+"""Build the workload: conversations whose turns, lengths and tool latencies are fixed by a seed.
 
-Owns the script that every engine follows, so that all sides generate the same tokens. A vLLM engine
-is made to sample the script by a logits processor, on every side alike; the torch engine samples
-as many tokens as the script has, which it then puts in their place. Invariant: a turn depends on
+Owns the script that every engine follows, so that all sides generate the same tokens. A logits
+processor makes every vLLM engine sample the script; the torch engine samples as many tokens as the
+script has, and the script's tokens replace them. Invariant: a turn depends on
 its prompt alone.
 """
 
@@ -37,12 +37,12 @@ TEXT = "It is a fine day in Oslo and the price of the book is low . " * 40
 
 
 def model_folder(name: str) -> Path:
-    """`tiny`, half a million parameters, or `135M`, SmolLM2; both are made on first use."""
+    """Return the folder of `tiny` (half a million parameters) or `135M` (SmolLM2)."""
     return tiny_agent_path("small") if name == "tiny" else smollm2_path()
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In float32, with its tokenizer. `0.5B` has random weights."""
+    """Load a model in float32, with its tokenizer. `0.5B` has random weights."""
     if name == "0.5B":
         return random_half_billion(), AutoTokenizer.from_pretrained(model_folder("tiny"))
     folder = model_folder(name)
@@ -53,7 +53,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def random_half_billion() -> PreTrainedModel:
-    """The shape of Qwen3-0.6B, with a small vocabulary."""
+    """Build a model of Qwen3-0.6B's shape with a small vocabulary and random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -75,13 +75,13 @@ def random_half_billion() -> PreTrainedModel:
 
 @dataclass(kw_only=True)
 class ToolState:
-    """How long `lookup` takes and how much it says; set before a measurement."""
+    """Set how long `lookup` takes and how much it returns."""
 
     latency: str = "none"  # "none", "log-normal" or seconds as text
     num_words: int = 2
 
     def seconds(self, key: str) -> float:
-        """Log-normal: median 0.3 s, cut at 3 s."""
+        """Return the latency of a call; log-normal has a median of 0.3 s and is cut at 3 s."""
         if self.latency == "log-normal":
             return min(0.3 * Random(f"latency {key}").lognormvariate(0.0, 1.0), 3.0)
         return 0.0 if self.latency == "none" else float(self.latency)
@@ -111,7 +111,7 @@ def conversations(num_tasks: int) -> list[list[dict[str, str]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """The turns of "Task n.": three calls, each behind some words, and an answer."""
+    """Hold the turns of "Task n.": three calls, each after some words, and an answer."""
 
     tokenizer: PreTrainedTokenizerBase
     turns: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Script:
         return turn
 
     def after(self, prompt_ids: Sequence[int]) -> list[int] | None:
-        """The ids of the turn that follows, `[N]`; None for a prompt without a task."""
+        """Return the ids of the next turn, `[N]`; None for a prompt without a task."""
         text = self.tokenizer.backend_tokenizer.decode(list(prompt_ids[:64]))
         task = re.search(r"Task (\d+)\.", text)
         if task is None:
@@ -153,14 +153,14 @@ class Script:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def seconds_alone(self, task: int) -> float:
-        """A guess at a trajectory's time, to find the slowest: tools, and 3 ms a token."""
+        """Estimate a trajectory's time, to find the slowest: tools, and 3 ms per token."""
         turns = [self.turn(str(task), index) for index in range(NUM_TOOL_TURNS + 1)]
         tools = sum(TOOL.seconds(f"{task}-{index}") for index in range(NUM_TOOL_TURNS))
         return tools + 0.003 * sum(map(len, turns))
 
 
 def forcing(script: Script) -> type:
-    """A vLLM logits processor that leaves only the script's next token."""
+    """Return a vLLM logits processor class that leaves only the script's next token."""
     import torch
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
@@ -201,7 +201,7 @@ def forcing(script: Script) -> type:
 
 @dataclass(kw_only=True)
 class Setup:
-    """A model with its chat format and script."""
+    """Hold a model with its chat format and script."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -227,7 +227,7 @@ def setup(name: str = "tiny") -> Setup:
 
 
 class ScriptedTorchEngine(TorchRolloutEngine):
-    """Samples as many tokens as the script's turn has, and gives back those of the script."""
+    """Sample as many tokens as the script's turn has, and return the script's."""
 
     script: Script
 
@@ -239,7 +239,7 @@ class ScriptedTorchEngine(TorchRolloutEngine):
 
 
 class _FixedLengths:
-    """Mixed into an engine: completions of given lengths, whatever is sampled."""
+    """Sample completions of given lengths; an engine mixin."""
 
     lengths: Mapping[tuple[int, ...], int]
 
@@ -269,7 +269,7 @@ class FixedLengthTorch(_FixedLengths, TorchRolloutEngine):
 def uneven_prompts(
     setup: Setup, num_prompts: int, lengths: tuple[int, int]
 ) -> tuple[list[list[dict[str, str]]], list[list[int]], list[int]]:
-    """Conversations without tools, their ids, and how many tokens are to follow each."""
+    """Return conversations without tools, their ids, and how many tokens to sample for each."""
     random = Random("uneven")
     words = TEXT.split()
     messages = [

@@ -1,7 +1,7 @@
-"""Single-call tasks of the Berkeley Function Calling Leaderboard (v4), as an RL task set.
+"""Load single-call tasks of the Berkeley Function Calling Leaderboard (v4) as an RL task set.
 
-Owns the rows, their tools, the check of a call, the rewards and a short supervised warm start.
-Reads the data from the installed package `bfcl-eval` (Apache-2.0) and imports none of its code.
+Owns the rows, their tools, the call check, the rewards and a short supervised warm start. Reads
+the data from the installed package `bfcl-eval` (Apache-2.0) and imports none of its code.
 Invariant: a function that is the answer of a test row is never the answer of a training row.
 """
 
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-CATEGORIES = ("simple_python", "multiple")  # one call is right: of one function, of 2 to 4
+CATEGORIES = ("simple_python", "multiple")  # one correct call; one offered function, or 2 to 4
 FORMAT_REWARD = 0.1
 TEST_SHARE_PERCENT = 25
 
@@ -32,18 +32,18 @@ def load_bfcl(
     seed: int = 0,
     max_prompt_chars: int = 1200,
 ) -> list[Row]:
-    """Rows of one split, in an order set by `seed`.
+    """Return the rows of one split, in an order set by `seed`.
 
     Args:
-        split: which function answers decides: about three quarters of the rows are for training.
-        num_tasks: only so many rows, those with the shortest prompts; None for all.
-        seed: shuffles the chosen rows; which rows are chosen doesn't depend on it.
-        max_prompt_chars: leaves out rows whose question and function schemas together are longer.
-            At most 1200 characters are at most 415 tokens of SmolLM2, chat template included.
+        split: the answer's function decides the split; about three quarters are for training.
+        num_tasks: number of rows, those with the shortest prompts; None for all.
+        seed: shuffles the chosen rows; does not change which rows are chosen.
+        max_prompt_chars: skips rows whose question and function schemas are longer together. 1200
+            characters are at most 415 tokens of SmolLM2, chat template included.
 
     Returns:
-        Rows with `id`; `prompt` (chat messages); `functions` (JSON text: schemas as transformers
-        has them, dots in names turned to underscores); and `ground_truth` (JSON text:
+        Rows with `id`; `prompt` (chat messages); `functions` (JSON text: schemas in transformers'
+        form, dots in names replaced by underscores); and `ground_truth` (JSON text:
         `{function: {parameter: [acceptable values]}}`, where "" marks an optional parameter).
 
     Raises:
@@ -67,7 +67,7 @@ def _all_rows() -> Iterator[Row]:
 
 
 def read_records(name: str) -> list[dict[str, Any]]:
-    """The records of a file in the package's data folder.
+    """Return the records of a file in the package's data folder.
 
     Raises:
         FileNotFoundError: the package `bfcl-eval` is not installed.
@@ -102,7 +102,7 @@ def _tool_name(name: str) -> str:
 
 
 def function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function as BFCL describes it, in the form that transformers has for tools."""
+    """Convert a BFCL function description to transformers' tool schema."""
     name, parameters = _tool_name(function["name"]), _json_schema(function["parameters"])
     described = {**function, "name": name, "parameters": parameters}
     return {"type": "function", "function": described}
@@ -137,10 +137,10 @@ def _prompt_chars(row: Row) -> int:
 def check_call(
     name: str, arguments: Mapping[str, Any], ground_truth: Mapping[str, Mapping[str, list]]
 ) -> bool:
-    """Whether a call is right, by the rule of BFCL's AST check.
+    """Return whether a call is correct by the rule of BFCL's AST check.
 
-    The name must be the one asked for; every argument must be known and have an acceptable value;
-    a parameter may be left out only where "" is among its values. Strings are compared without
+    The name must match; every argument must be known and have an acceptable value;
+    a parameter may be omitted only if "" is among its values. Strings are compared without
     case, spaces and the characters `,./-_*^`; an int passes for a float, never a float or a bool
     for an int; lists in order, element by element; dicts by the same rule as the arguments.
 
@@ -185,10 +185,10 @@ def _plain(text: str) -> str:
 def call_reward(
     completions: Sequence[Sequence[Message]], ground_truth: Sequence[str], **kwargs: Any
 ) -> list[float]:
-    """1.0 where the first message with calls makes exactly one call, and the right one; else 0.0.
+    """Return 1.0 if the first message with calls makes exactly one call, the correct one; else 0.0.
 
-    As in BFCL, what comes after that message is not judged. `kwargs` takes the other columns of the
-    data set, which TRL passes to every reward.
+    As in BFCL, later messages are not judged. `kwargs` takes the dataset's other columns, which TRL
+    passes to every reward.
     """
     judged = zip(map(_first_calls, completions), map(json.loads, ground_truth), strict=True)
     return [
@@ -198,9 +198,9 @@ def call_reward(
 
 
 def format_reward(completions: Sequence[Sequence[Message]], **kwargs: Any) -> list[float]:
-    """0.1 where the first message with calls makes exactly one call that its tool accepted.
+    """Return 0.1 if the first message with calls makes exactly one call that its tool accepted.
 
-    Shaping for models that don't call yet: the values of the arguments play no part.
+    Shaping for models that don't call tools yet: argument values do not matter.
     """
     return [
         FORMAT_REWARD * (len(_first_calls(completion)) == 1 and not _has_error(completion))
@@ -209,7 +209,7 @@ def format_reward(completions: Sequence[Sequence[Message]], **kwargs: Any) -> li
 
 
 def _first_calls(completion: Sequence[Message]) -> list[dict[str, Any]]:
-    """The calls, `[{"name", "arguments"}, ...]`, of the first message that makes any."""
+    """Return the calls, `[{"name", "arguments"}, ...]`, of the first message that has any."""
     for message in completion:
         if message["role"] == "assistant" and message.get("tool_calls"):
             return [call["function"] for call in message["tool_calls"]]
@@ -217,7 +217,7 @@ def _first_calls(completion: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _has_error(completion: Sequence[Message]) -> bool:
-    """Whether the first tool message tells of an error (JSON text with the key "error")."""
+    """Return whether the first tool message reports an error (JSON with the key "error")."""
     answers = [message["content"] for message in completion if message["role"] == "tool"]
     try:
         result = json.loads(answers[0]) if answers else None
@@ -227,11 +227,10 @@ def _has_error(completion: Sequence[Message]) -> bool:
 
 
 def row_tools(row: Row) -> list[tuple[dict[str, Any], Callable[..., str]]]:
-    """For each function of a row its schema and a callable for its arguments, by keyword.
+    """Return the schema and a callable for each function of a row.
 
-    A handful of arithmetic functions really run: `{"result": ...}`. All others acknowledge that the
-    call was recorded, `{"status": "recorded"}`, and answer nothing that they can't know: what is
-    rewarded is the call.
+    A few arithmetic functions really run: `{"result": ...}`. All others only acknowledge the call
+    with `{"status": "recorded"}`: the call is what is rewarded.
     """
     schemas = json.loads(row["functions"])
     return [(schema, _tool_function(schema["function"]["name"])) for schema in schemas]
@@ -264,7 +263,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def reference_call(row: Row) -> dict[str, Any]:
-    """A right call, `{"name", "arguments"}`: first acceptable values, nothing optional."""
+    """Return a correct call, `{"name", "arguments"}`: first acceptable values, nothing optional."""
     ((name, acceptable),) = json.loads(row["ground_truth"]).items()
     return {"name": name, "arguments": _first_values(acceptable)}
 
@@ -274,7 +273,7 @@ def _first_values(acceptable: Mapping[str, list]) -> dict[str, Any]:
 
 
 def _chosen(value: Any) -> Any:
-    """An argument from an acceptable value, in which dicts list acceptable values again."""
+    """Pick an argument from an acceptable value, in which dicts list acceptable values again."""
     if isinstance(value, dict):
         return _first_values(value)
     return [_chosen(item) for item in value] if isinstance(value, list) else value
@@ -290,16 +289,16 @@ def warm_start(
     max_prompt_chars: int = 600,
     seed: int = 0,
 ) -> Path:
-    """Teaches a model the form of a call, on right calls of training rows; saves it with tokenizer.
+    """Fine-tune a model on correct calls of training rows; save it with its tokenizer.
 
-    Each row is the prompt with its tools, the right call, the tool's answer and a short closing
+    Each row is the prompt with its tools, the correct call, the tool's answer and a short closing
     message. Only the model's own tokens are trained, by TRL's `SFTTrainer`, all weights in float32.
     The tokenizer's chat template must have `{% generation %}` marks.
 
     Returns:
         `output_dir`.
     """
-    # Imported here, as the tasks by themselves need none of it.
+    # Imported here because the tasks alone need none of it.
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -334,7 +333,7 @@ def warm_start(
 
 
 def _supervised(row: Row, tokenizer: Any) -> dict[str, list[int]]:
-    """`input_ids` and `assistant_masks` (both `[T]`) of one row's whole conversation."""
+    """Return `input_ids` and `assistant_masks` (both `[T]`) of a row's whole conversation."""
     call = reference_call(row)
     functions = {schema["function"]["name"]: function for schema, function in row_tools(row)}
     answer = functions[call["name"]](**call["arguments"])

@@ -1,9 +1,9 @@
-"""Multi-turn tasks of the Berkeley Function Calling Leaderboard (v4): a world, a user, a checker.
+"""Run multi-turn tasks of the Berkeley Function Calling Leaderboard (v4), or train on them.
 
-Owns the rows, one world for each trajectory (its tools and its user) and the ground-truth policy.
-The worlds' classes and the checks of state and responses are those of the installed package
-`bfcl-eval` (Apache-2.0); its `eval` of what a model wrote is not used. Invariant: a task is passed
-only if every user turn was reached and left the state that the ground truth leaves.
+Owns the rows, one world per trajectory (its tools and its user) and the ground-truth policy. The
+worlds' classes and the checks of state and responses come from the installed package `bfcl-eval`
+(Apache-2.0); its `eval` of model output is not used. Invariant: a task passes only if every user
+turn was reached and left the same state as the ground truth.
 
     python examples/bfcl_multi_turn.py --model Qwen/Qwen3-0.6B --num-tasks 20
     python examples/bfcl_multi_turn.py --model Qwen/Qwen3-0.6B --train-steps 50
@@ -74,11 +74,11 @@ def _row(record: Mapping[str, Any], ground_truth: list[list[str]]) -> Row:
 
 
 class World:
-    """One trajectory's world: `tools` act on it, `next_user_message` is its user.
+    """Hold one trajectory's world: `tools` act on it, `next_user_message` is its user.
 
-    After each answer the finished turn is checked by BFCL's rule: the state is the one that the
-    ground truth's calls leave in a twin of the world, and what they return was returned to the
-    model, in this turn or before.
+    After each answer the finished turn is checked by BFCL's rule: the state equals the one that the
+    ground truth's calls leave in a copy of the world, and the model has seen what they return, in
+    this turn or before.
     """
 
     def __init__(self, row: Row) -> None:
@@ -97,7 +97,7 @@ class World:
 
     @property
     def passed(self) -> bool:
-        """Whether all turns have come, and each was right."""
+        """Return whether all turns were reached and passed."""
         return len(self._turns_passed) == len(self._ground_truth) and all(self._turns_passed)
 
     def next_user_message(self, _: Sequence[Mapping[str, Any]]) -> str | None:
@@ -108,7 +108,7 @@ class World:
     def _tool(self, instance: Any, doc: Mapping[str, Any]) -> Tool:
         method = getattr(instance, doc["name"])
 
-        async def function(**arguments: Any) -> str:  # async, so that calls run in their order
+        async def function(**arguments: Any) -> str:  # async, so that calls run in order
             self._num_calls += 1
             response, failed = _respond(method, [], arguments)
             self._responses.append(response)
@@ -136,7 +136,7 @@ class World:
 
 
 class MultiTurnEnvironment:
-    """A task as the trainer's environment: the tools, the user and the verdict of one world."""
+    """Wrap a world as the trainer's environment: its tools, its user and its reward."""
 
     def reset(self, **row: Any) -> None:
         self._world = World(row)
@@ -152,7 +152,7 @@ class MultiTurnEnvironment:
 
 
 def parse_call(text: str) -> Call:
-    """A call of the ground truth, `f(1, b="x")`, whose arguments are literals."""
+    """Parse a ground-truth call such as `f(1, b="x")`, whose arguments are literals."""
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name), text
     keywords = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
@@ -160,7 +160,7 @@ def parse_call(text: str) -> Call:
 
 
 def ground_truth_turns(row: Row) -> list[str]:
-    """What a policy that follows the ground truth says, in Hermes form, answers included."""
+    """Return the turns of a policy that follows the ground truth, in Hermes form, with answers."""
     task = json.loads(row["task"])
     methods = _methods(_instances(task))
     turns = []
@@ -181,7 +181,7 @@ def _hermes(
 def evaluate(
     engine: RolloutEngine, chat: ChatFormat, rows: Sequence[Row], **options: Any
 ) -> list[tuple[bool, Trajectory]]:
-    """Each row's verdict and trajectory; `options` are those of `rollout_batch`."""
+    """Return whether each row passed, and its trajectory; `options` go to `rollout_batch`."""
     worlds = [World(row) for row in rows]
     trajectories = rollout_batch(
         engine,
@@ -225,7 +225,7 @@ def _methods(instances: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 def _respond(
     method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, bool]:
-    """What a call returns, as BFCL writes it, and whether it raised."""
+    """Return a call's result as BFCL writes it, and whether it raised."""
     try:
         value = method(*args, **kwargs)
     except Exception as error:  # the worlds raise many kinds, at what a model may well ask for
@@ -241,22 +241,28 @@ def _respond(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
-        "--model", required=True, help="`smollm2`, `tiny`, a folder, or a name on the Hub"
+        "--model", required=True, help="`smollm2`, `tiny`, a folder, or a Hugging Face id"
     )
-    parser.add_argument("--engine", default="vllm", help="vllm or torch")
-    parser.add_argument("--num-tasks", type=int, default=None, help="all by default")
-    parser.add_argument("--max-turns", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of one turn")
+    parser.add_argument("--engine", default="vllm", help="vllm (default) or torch")
+    parser.add_argument("--num-tasks", type=int, default=None, help="number of tasks; default: all")
+    parser.add_argument("--max-turns", type=int, default=64, help="assistant turns; default: 64")
     parser.add_argument(
-        "--train-steps", type=int, default=0, help="train on the tasks instead of being tested"
+        "--max-new-tokens", type=int, default=1024, help="sampled tokens per turn; default: 1024"
     )
-    parser.add_argument("--num-generations", type=int, default=8, help="of a task, in training")
-    parser.add_argument("--output-dir", default="runs/bfcl-multi-turn", help="of training")
+    parser.add_argument(
+        "--train-steps", type=int, default=0, help="train for this many steps instead of testing"
+    )
+    parser.add_argument(
+        "--num-generations", type=int, default=8, help="samples per task in training; default: 8"
+    )
+    parser.add_argument(
+        "--output-dir", default="runs/bfcl-multi-turn", help="output folder of training"
+    )
     return parser.parse_args()
 
 
 def test(model: Any, tokenizer: Any, rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """Each task once, greedily."""
+    """Run each task once, greedily."""
     limits = Limits(
         max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tool_result_tokens=1024
     )
@@ -275,7 +281,7 @@ def test(model: Any, tokenizer: Any, rows: Sequence[Row], args: argparse.Namespa
 
 
 def train(model: Any, tokenizer: Any, rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """GRPO on the tasks; the reward is the package's verdict."""
+    """Train with GRPO; the reward is whether the task passed."""
     from datasets import Dataset
 
     from trl_integration import AgentGRPOConfig, AgentGRPOTrainer

@@ -1,4 +1,4 @@
-"""The Hermes form of an assistant turn: for `tokenizer.parse_response`, and so for TRL's loop."""
+"""Describe the Hermes form of an assistant turn, for `tokenizer.parse_response` and TRL's loop."""
 
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},

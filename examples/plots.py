@@ -1,8 +1,8 @@
-"""The pictures of a run, from its log history and its record of rollouts.
+"""Plot a run, from its log history and its recorded rollouts.
 
     python examples/plots.py runs/tiny-agent
 
-draws them anew from the last checkpoint's `trainer_state.json` and `rollouts.jsonl`.
+Reads the last checkpoint's `trainer_state.json` and `rollouts.jsonl`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ COLOURS = {"model": "#4c78a8", "tool": "#f58518"}
 
 
 def plot_run(history: Iterable[Log], folder: Path, title: str) -> list[Path]:
-    """Draw what there is figures for; returns the files that were written."""
+    """Plot what the run has data for; return the files written."""
     history = list(history)
     drawn = {
         "reward.png": plot_reward(history, folder / "reward.png", title),
@@ -54,7 +54,7 @@ def plot_reward(history: Sequence[Log], path: Path, title: str) -> bool:
 
 
 def plot_stop_reasons(history: Sequence[Log], path: Path) -> bool:
-    """Shares of trajectories by what ended them, stacked; reasons that never came up left out."""
+    """Plot the shares of stop reasons, stacked; reasons that never occurred are left out."""
     logs = [log for log in history if f"{STOP_REASON}answered" in log]
     names = sorted({key for log in logs for key in log if key.startswith(STOP_REASON) and log[key]})
     shares = [[log.get(name, 0.0) for log in logs] for name in names]
@@ -69,7 +69,7 @@ def plot_stop_reasons(history: Sequence[Log], path: Path) -> bool:
 
 
 def plot_gap(history: Sequence[Log], path: Path) -> bool:
-    """How far the engine's logprobs are from the learner's."""
+    """Plot the gap between the engine's and the learner's logprobs."""
     logs = [log for log in history if f"{GAP}mean" in log]
 
     def draw(axes: Axes) -> None:
@@ -82,7 +82,7 @@ def plot_gap(history: Sequence[Log], path: Path) -> bool:
 
 
 def plot_gantt(batch: Sequence[RolloutRecord], path: Path, max_rows: int = 64) -> bool:
-    """Who waited for what, when, in one rollout; a row a trajectory."""
+    """Plot when each trajectory of a rollout waited for model and tools, one row each."""
 
     def draw(axes: Axes) -> None:
         for row, record in enumerate(batch[:max_rows]):

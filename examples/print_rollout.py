@@ -1,4 +1,4 @@
-"""Print recorded rollouts token by token: sampled ones on green, observed ones grey.
+"""Print recorded rollouts token by token: sampled tokens on green, observed ones grey.
 
 python examples/print_rollout.py runs/tiny-agent/rollouts.jsonl --num 3
 python examples/print_rollout.py ... --svg docs/rollout.svg
@@ -29,7 +29,7 @@ line-height: {line_height}px; }} {styles}</style>
 
 
 def coloured(record: RolloutRecord) -> Text:
-    """The whole sequence; the brighter the green, the less likely the sampled token was."""
+    """Return the whole sequence; a brighter green means a less likely sampled token."""
     text = Text("".join(record.texts_of(record["prompt_ids"])), style="grey50")
     pieces = record.texts_of(record["completion_ids"])
     columns = (pieces, record["completion_mask"], record["logprobs"])
@@ -51,10 +51,10 @@ def summary(record: RolloutRecord) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rollouts", type=Path)
-    parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--num", type=int, default=1)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run")
+    parser.add_argument("--skip", type=int, default=0, help="records to skip; default: 0")
+    parser.add_argument("--num", type=int, default=1, help="records to print; default: 1")
+    parser.add_argument("--svg", type=Path, help="also write an SVG file")
     arguments = parser.parse_args()
     console = Console(record=arguments.svg is not None, width=100, highlight=False)
     records = read_rollouts(arguments.rollouts)

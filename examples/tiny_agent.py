@@ -1,4 +1,4 @@
-"""A tool-using agent of half a million parameters, trained from nothing on a CPU.
+"""Train a tool-using agent of half a million parameters from scratch, on a CPU.
 
 Owns its tokenizer, chat template, model and training; the tools and tasks are in `tiny_tasks.py`.
 Training ends with demonstrations that are often bad, so that the agent mostly fails when it is
@@ -92,7 +92,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One stretch of training: a short warm-up, then a cosine down to almost nothing."""
+    """Describe one phase of training: a short warm-up, then a cosine decay to almost zero."""
 
     label: str
     num_steps: int
@@ -102,7 +102,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What an agent is trained on, and for how long."""
+    """Describe what an agent is trained on, and for how long."""
 
     kinds: tuple[str, ...]
     clean: Phase
@@ -126,7 +126,7 @@ BATCH_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A conversation in tokens."""
+    """Hold a tokenized conversation."""
 
     token_ids: list[int]  # [T]
     is_assistant: list[bool]  # [T], written by the assistant, its end token included
@@ -136,7 +136,7 @@ class Example:
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
-    """Byte-level BPE of `VOCAB_SIZE` tokens that gives back any text, with the chat template.
+    """Build a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, with the chat template.
 
     A newline and every pair of digits are pieces of their own. A word takes the space behind it, so
     that a word before a punctuation mark has the same tokens as in JSON.
@@ -170,7 +170,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_texts(conversations: list[list[Message]]) -> list[str]:
-    """What is said, and each name and pair of digits often enough to become one token."""
+    """Return the texts, with each name and digit pair often enough to become one token."""
     messages = [message for conversation in conversations for message in conversation]
     said = [message["content"] for message in messages]
     calls = [call for message in messages for call in message.get("tool_calls", [])]
@@ -184,7 +184,7 @@ def _tokenizer_texts(conversations: list[list[Message]]) -> list[str]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 of two layers with fresh weights."""
+    """Build a float32 Qwen3 of two layers with fresh weights."""
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -221,14 +221,14 @@ _ERRORS = (
 
 
 def practice_tasks(kinds: tuple[str, ...], phase: Phase, rng: Random) -> list[Task]:
-    """As many as the phase has room for, so that none is used twice; the kinds in turn."""
+    """Return as many tasks as the phase needs, so that none is used twice; kinds alternate."""
     draws = PracticeDraws(rng)
     num_tasks = phase.num_steps * BATCH_SIZE
     return [BUILDERS[kinds[i % len(kinds)]](draws) for i in range(num_tasks)]
 
 
 def spoiled_demonstration(task: Task, rng: Random) -> list[Message]:
-    """A demonstration in which something may go wrong; after a failed call the agent gives up."""
+    """Return a demonstration that may contain errors; after a failed call the agent gives up."""
     question, *turns = demonstration(task)
     if rng.random() < _ANSWERS_AT_ONCE:
         return [question, _wrong_reply(task, rng)]
@@ -251,7 +251,7 @@ def _wrong_reply(task: Task, rng: Random) -> Message:
 
 
 def _failed_call(function: dict[str, Any], rng: Random) -> list[Message]:
-    """A call that can't be read or run, its error and a reply that gives up."""
+    """Return a call that can't be read or run, its error and a reply that gives up."""
     call = f"<tool_call>\n{_bad_call(function, rng)}\n</tool_call>"
     return [
         {"role": "assistant", "content": call},
@@ -289,7 +289,7 @@ def as_examples(
 
 
 def train(model: Qwen3ForCausalLM, examples: list[Example], phase: Phase, rng: Random) -> None:
-    """One pass with Muon and AdamW; with AdamW alone, learning to copy takes far longer."""
+    """Train one pass with Muon and AdamW; AdamW alone takes far longer to learn to copy."""
     optimizers = _optimizers(model, phase)
     schedules = [LambdaLR(optimizer, _lr_factor(phase.num_steps)) for optimizer in optimizers]
     started = reported = time.monotonic()
@@ -326,7 +326,7 @@ def _lr_factor(num_steps: int, num_warmup_steps: int = 20) -> Callable[[int], fl
 
 
 def _batches(examples: list[Example], rng: Random) -> list[list[Example]]:
-    """All examples once, in batches of similar length, so that little of a batch is padding."""
+    """Return all examples once, in batches of similar length, to keep padding low."""
     shuffled = rng.sample(examples, len(examples))
     batches: list[list[Example]] = []
     for group in _slices(shuffled, BATCH_SIZE * 8):
@@ -340,7 +340,7 @@ def _slices(examples: list[Example], size: int) -> list[list[Example]]:
 
 
 def assistant_loss(model: Qwen3ForCausalLM, batch: list[Example]) -> torch.Tensor:
-    """Mean loss of the assistant's tokens. No mask is needed: padding comes last."""
+    """Return the mean loss of the assistant's tokens. Padding comes last, so no mask is needed."""
     token_ids = _padded([row.token_ids for row in batch], model.config.pad_token_id)  # [B, T]
     is_target = _padded([row.is_assistant for row in batch], False)[:, 1:]  # [B, T - 1]
     hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state  # [B, T, D]
@@ -358,7 +358,7 @@ def _padded(rows: list[list], value: int | bool) -> torch.Tensor:
 
 
 def build_tiny_agent(output_dir: str | Path, size: Size = "full") -> None:
-    """Trains an agent and writes its model and tokenizer, in the Hugging Face form, to a folder.
+    """Train an agent and save its model and tokenizer to a folder, in Hugging Face format.
 
     Args:
         output_dir: made if it does not exist.
@@ -381,6 +381,6 @@ def build_tiny_agent(output_dir: str | Path, size: Size = "full") -> None:
 
 
 def tiny_agent_path(size: Size = "full") -> Path:
-    """The agent's folder; the first call trains it (see `cache.made_once`)."""
+    """Return the agent's folder; the first call trains it (see `cache.made_once`)."""
     sources = [__file__, Path(__file__).with_name("tiny_tasks.py")]
     return made_once(f"tiny-agent-{size}", sources, lambda folder: build_tiny_agent(folder, size))

@@ -1,8 +1,8 @@
-"""Tools, tasks and rewards for the tiny agent of `tiny_agent.py`.
+"""Define tools, tasks and rewards for the tiny agent of `tiny_agent.py`.
 
-Owns three look-up or arithmetic tools, questions that need none, one or two calls of them, and the
-reward functions in TRL's form. Leaves tokens and training to `tiny_agent.py`. Invariant: a question
-of the test split is built on a number pair, city, item or name that no train question uses.
+Owns three look-up or arithmetic tools, questions that need none, one or two calls, and the reward
+functions in TRL's form. `tiny_agent.py` owns tokens and training. Invariant: a question of the test
+split is built on a number pair, city, item or name that no train question uses.
 """
 
 import ast
@@ -117,7 +117,7 @@ def _small(value: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One correct call and what its tool gives back."""
+    """Hold a correct call and its result."""
 
     name: str
     arguments: dict[str, str]
@@ -126,7 +126,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A question, the calls that settle it in order, and the reply, which contains `answer`."""
+    """Hold a question, the calls that answer it in order, and the reply with `answer` in it."""
 
     kind: str
     question: str
@@ -136,7 +136,7 @@ class Task:
 
 
 class Draws:
-    """What the questions of one split are drawn from, with the tools' own entries."""
+    """Draw the parts of one split's questions, with the tools' own entries."""
 
     def __init__(self, split: Split, rng: Random) -> None:
         self.split = split
@@ -166,10 +166,10 @@ class Draws:
 
 
 class PracticeDraws(Draws):
-    """For demonstrations: the number pairs of the train split, and every word.
+    """Draw for demonstrations: the number pairs of the train split, and every word.
 
-    Weather and prices are made up each time. So the agent knows the words, but nothing that a tool
-    would say of them, and has to look.
+    Weather and prices are invented each time. So the agent knows the words but not what a tool
+    returns for them, and must call it.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -186,12 +186,12 @@ class PracticeDraws(Draws):
 
 
 def is_held_out_pair(left: int, right: int) -> bool:
-    """Whether `left` and `right` meet as operands only in test questions: every fifth pair."""
+    """Return whether `left` and `right` are operands in test questions only: every fifth pair."""
     return (left * 7 + right * right) % 5 == 0
 
 
 def words_of(split: Split, words: Sequence[str]) -> list[str]:
-    """Every fourth word is for test questions only."""
+    """Return the split's words; every fourth word is for test questions only."""
     return [word for i, word in enumerate(words) if (i % 4 == 3) == (split == "test")]
 
 
@@ -313,7 +313,7 @@ SMALL_KINDS = ("calc", "price", "chat")
 def distinct_tasks(
     split: Split, num_tasks: int, seed: int, kinds: Sequence[str] = tuple(BUILDERS)
 ) -> list[Task]:
-    """Tasks with distinct questions, the kinds in turn; a kind that is used up is left out.
+    """Return tasks with distinct questions, alternating kinds until they are used up.
 
     Raises:
         ValueError: the split has fewer distinct questions than `num_tasks`.
@@ -341,7 +341,7 @@ def _drawn(kind: str, draws: Draws, num_attempts: int = 200) -> Iterator[Task]:
 def make_tasks(
     split: Split, num_tasks: int, seed: int = 0, kinds: Sequence[str] = tuple(BUILDERS)
 ) -> list[dict[str, Any]]:
-    """Rows for a `datasets.Dataset`: `prompt` (one user message), `answer` and `kind`.
+    """Return rows for a `datasets.Dataset`: `prompt` (one user message), `answer` and `kind`.
 
     Held out from every train question: each number pair of `is_held_out_pair`, and every fourth
     city, item and name. A test question has such a pair as the operands of its first calculation,
@@ -363,7 +363,7 @@ def make_tasks(
 
 
 def demonstration(task: Task) -> list[Message]:
-    """The whole conversation of an agent that does everything right."""
+    """Return the whole conversation of an agent that makes no mistake."""
     messages: list[Message] = [{"role": "user", "content": task.question}]
     for call in task.calls:
         function = {"name": call.name, "arguments": call.arguments}
@@ -379,7 +379,7 @@ def demonstration(task: Task) -> list[Message]:
 def correct_reward(
     completions: list[list[Message]], answer: list[str], **kwargs: Any
 ) -> list[float]:
-    """1.0 where the last message is the assistant's, without calls, and states the answer, or 0."""
+    """Return 1.0 if the last message is an assistant's answer without calls that is right, or 0."""
     return [
         float(_states(_final_content(messages), expected))
         for messages, expected in zip(completions, answer, strict=True)
@@ -387,7 +387,7 @@ def correct_reward(
 
 
 def format_reward(completions: list[list[Message]], **kwargs: Any) -> list[float]:
-    """0.2 times the share of tool messages that report no error; 0.0 where there are none."""
+    """Return 0.2 times the share of tool messages without an error; 0.0 if there are none."""
     return [_share_without_error(messages) * 0.2 for messages in completions]
 
 
@@ -399,7 +399,7 @@ def _final_content(messages: list[Message]) -> str:
 
 
 def _states(text: str, answer: str) -> bool:
-    """Whether `answer` stands in `text` by itself, as "12" does not in "112", "-12" or "12.5"."""
+    """Return whether `text` has `answer` by itself, as "112", "-12" and "12.5" don't have "12"."""
     text, answer = (" ".join(part.lower().split()) for part in (text, answer))
     return re.search(rf"(?<![\w.,-]){re.escape(answer)}(?!\w|[.,]\d)", text) is not None
 

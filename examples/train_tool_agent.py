@@ -1,4 +1,4 @@
-"""Train a tool-using agent with GRPO, rollouts by vLLM in this process. For CPU and GPU.
+"""Train a tool-using agent with GRPO, with rollouts by vLLM in this process, on CPU or GPU.
 
     python examples/train_tool_agent.py                                      # the tiny agent
     python examples/train_tool_agent.py --engine torch
@@ -6,12 +6,14 @@
     python examples/train_tool_agent.py --model smollm2 --data bfcl --warm-start --max-steps 3
     accelerate launch examples/train_tool_agent.py --model Qwen/Qwen3-0.6B --data bfcl
 
-Every argument of `AgentGRPOConfig`, and so of TRL's `GRPOConfig`, is one of this script.
+Every setting of `AgentGRPOConfig`, and so of TRL's `GRPOConfig`, is an option of this script:
+`--max_turns 6`, `--learning_rate 1e-5`, `--old_logprobs recomputed`. `--config settings.yaml` reads
+them from a file.
 """
 
 import os
 
-# Threads of OpenMP that spin while they wait slow each other down tenfold on shared cores.
+# On shared cores, OpenMP threads that spin while they wait slow each other down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -38,41 +40,58 @@ from trl import TrlParser
 from agent_vllm import Tool, Trajectory, rollout_batch
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
+DESCRIPTION = "Train a tool-using agent with GRPO, with rollouts by vLLM, on CPU or GPU."
+OTHER_OPTIONS = (
+    "Every setting of AgentGRPOConfig, and so of TRL's GRPOConfig, is an option as well, such as "
+    "--max_steps 50 --max_turns 6 --learning_rate 1e-5 --output_dir runs/mine. --config FILE.yaml "
+    "reads them from a file. They are described in TRL's documentation of GRPOConfig and in the "
+    "docstring of AgentGRPOConfig (trl_integration/config.py)."
+)
+
 Row = dict[str, Any]
 Reward = Callable[..., list[float]]
 
 
 @dataclass
 class ScriptArguments:
-    """What this script adds to the trainer's own arguments."""
+    """Options of this script; all settings of `AgentGRPOConfig` are options as well."""
 
     model: str = field(
         default="tiny", metadata={"help": "`tiny`, `smollm2`, or a Hugging Face id or path."}
     )
-    data: str = field(default="tiny", metadata={"help": "Tasks.", "choices": ["tiny", "bfcl"]})
+    data: str = field(
+        default="tiny", metadata={"help": "Tasks to train on.", "choices": ["tiny", "bfcl"]}
+    )
     engine: str = field(
         default="vllm",
-        metadata={"help": "Rollout engine.", "choices": ["vllm", "torch", "vllm-server"]},
+        metadata={
+            "help": "Engine that samples the rollouts.",
+            "choices": ["vllm", "torch", "vllm-server"],
+        },
     )
     servers: list[str] | None = field(
         default=None,
-        metadata={"help": "Addresses of running servers (`agent-vllm serve`), for `vllm-server`."},
+        metadata={
+            "help": "URLs of running servers (`agent-vllm serve`), for `--engine vllm-server`."
+        },
     )
     warm_start: bool = field(
-        default=False, metadata={"help": "First teach the form of a call, on `bfcl` training rows."}
+        default=False,
+        metadata={"help": "Fine-tune on correct calls of `bfcl` training rows first."},
     )
     control: str | None = field(
         default=None,
         metadata={
-            "help": "A run that must not learn: the same, with the advantages of a batch shuffled.",
+            "help": "Control run: shuffle the advantages of each batch. It must not improve.",
             "choices": ["shuffled-advantages"],
         },
     )
     num_eval_tasks: int | None = field(
-        default=None, metadata={"help": "Held-out tasks, before and after; 200, of `bfcl` 20."}
+        default=None,
+        metadata={"help": "Held-out tasks before and after training; default: 200, for `bfcl` 20."},
     )
     compare_with: str | None = field(
-        default=None, metadata={"help": "`summary.json` of another run, for the table at the end."}
+        default=None, metadata={"help": "`summary.json` of another run to show in the final table."}
     )
 
 
@@ -81,23 +100,23 @@ class ScriptArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Tasks with what the agent may do in them and how it is judged.
+    """Hold tasks, their tools and their rewards.
 
-    `rewards[0]` is 1.0 for a task that was solved.
+    `rewards[0]` is 1.0 for a solved task.
     """
 
     train_rows: list[Row]
     test_rows: list[Row]
-    tools: Any  # a list, or a function from a row to its list
+    tools: Any  # a list, or a function from a row to the row's list
     rewards: list[Reward]
-    defaults: Mapping[str, Any]  # of `AgentGRPOConfig`, for these tasks
+    defaults: Mapping[str, Any]  # settings of `AgentGRPOConfig`
 
     def row_tools(self, row: Row) -> Sequence[Any]:
         return self.tools(row) if callable(self.tools) else self.tools
 
 
 def tiny_job(num_eval_tasks: int = 200) -> Job:
-    """Calculator, weather, prices and small talk; what is held out says `tiny_tasks.make_tasks`."""
+    """Build the tiny job: calculator, weather, prices and small talk (`tiny_tasks.make_tasks`)."""
     import tiny_tasks
 
     return Job(
@@ -120,7 +139,7 @@ def tiny_job(num_eval_tasks: int = 200) -> Job:
 
 
 def bfcl_job(num_eval_tasks: int = 20) -> Job:
-    """Single calls of the Berkeley Function Calling Leaderboard; each row has its own functions."""
+    """Build the BFCL job: single calls; each row has its own functions."""
     import bfcl
 
     def tools(row: Row) -> list[Tool]:
@@ -149,7 +168,7 @@ JOBS: dict[str, Callable[..., Job]] = {"tiny": tiny_job, "bfcl": bfcl_job}
 
 
 def model_folder(name: str, warm_start: bool) -> str:
-    """A path or id that transformers loads; the two built-in models are made on first use."""
+    """Return a path or id that transformers loads; built-in models are made on first use."""
     if name == "tiny":
         from tiny_agent import tiny_agent_path
 
@@ -177,7 +196,7 @@ def model_folder(name: str, warm_start: bool) -> str:
 
 
 class ShuffledAdvantagesTrainer(AgentGRPOTrainer):
-    """The control: everything as it is, but each sample is judged by another one's advantage."""
+    """Give each sample the advantage of another one: a control that must not learn."""
 
     def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -188,7 +207,7 @@ class ShuffledAdvantagesTrainer(AgentGRPOTrainer):
 
 
 class BriefProgress(ProgressCallback):
-    """TRL's bar with a line of what matters; all of it is in `trainer_state.json`."""
+    """Show the main metrics on TRL's bar; `trainer_state.json` has all of them."""
 
     shown = ("reward", "reward_std", "completions/mean_length", "rollout/turns", "loss")
 
@@ -219,7 +238,7 @@ def build_trainer(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> A
 
 
 def evaluate(trainer: AgentGRPOTrainer, job: Job, temperature: float) -> dict[str, float]:
-    """One trajectory for each held-out task, with the weights that the engine holds."""
+    """Roll out each held-out task once, with the weights that the engine holds."""
     rows = job.test_rows
     trajectories = rollout_batch(
         trainer.rollout_engine,
@@ -242,7 +261,7 @@ def evaluate(trainer: AgentGRPOTrainer, job: Job, temperature: float) -> dict[st
 
 
 def well_formed_share(trajectories: Sequence[Trajectory]) -> float:
-    """Of all calls that were drafted, those that could run; 0 where none was drafted."""
+    """Return the share of drafted calls that could run; 0 if none was drafted."""
     statuses = [result.status for t in trajectories for result in t.tool_results]
     return sum(status != "invalid" for status in statuses) / max(len(statuses), 1)
 
@@ -252,7 +271,7 @@ def evaluate_both(trainer: AgentGRPOTrainer, job: Job) -> dict[str, Any]:
     return {**evaluate(trainer, job, 1.0), "greedy": evaluate(trainer, job, 0.0)}
 
 
-# ---- what a run leaves behind ----
+# ---- results ----
 
 
 def reward_curve(trainer: AgentGRPOTrainer) -> list[dict[str, float]]:
@@ -322,7 +341,8 @@ def run(script: ScriptArguments, args: AgentGRPOConfig, job: Job) -> None:
 
 
 def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
-    script = TrlParser(ScriptArguments).parse_args_and_config(return_remaining_strings=True)[0]
+    first = TrlParser(ScriptArguments, description=DESCRIPTION, epilog=OTHER_OPTIONS)
+    script = first.parse_args_and_config(return_remaining_strings=True)[0]
     job = JOBS[script.data](*filter(None, [script.num_eval_tasks]))
     parser = TrlParser((ScriptArguments, AgentGRPOConfig))
     parser.set_defaults(
@@ -341,7 +361,7 @@ def parse_arguments() -> tuple[ScriptArguments, AgentGRPOConfig, Job]:
 
 
 def stop(*_: Any) -> None:
-    """What schedulers send (SIGTERM) ends a run as Ctrl-C does."""
+    """Handle SIGTERM, which schedulers send, like Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a script, in the background
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
@@ -355,7 +375,7 @@ def main() -> None:
     except KeyboardInterrupt:
         folder = Path(args.output_dir)
         last = get_last_checkpoint(folder) if folder.exists() else None
-        hint = f"; go on with --resume-from-checkpoint {last}" if last else ""
+        hint = f"; resume with --resume-from-checkpoint {last}" if last else ""
         sys.exit(f"\nStopped. Checkpoints and rollouts so far are in {folder}{hint}")
 
 

@@ -20,3 +20,14 @@ def test_simulate_help_says_which_share_of_a_link_is_used(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     assert "80% of the nominal rate" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_example_says_how_to_pass_settings_of_the_trainer(capsys, monkeypatch):
+    from train_tool_agent import parse_arguments
+
+    monkeypatch.setattr("sys.argv", ["train_tool_agent.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments()
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Every setting of AgentGRPOConfig" in printed and "--config FILE.yaml" in printed
