@@ -9,7 +9,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from agent_vllm import __version__
 from agent_vllm.errors import AgentVLLMError
 
 COMMANDS: dict[str, str] = {
@@ -26,7 +25,6 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status is returned."""
     parser = argparse.ArgumentParser(prog="agent-vllm", description="Tools around rollouts.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)
