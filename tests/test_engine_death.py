@@ -370,7 +370,5 @@ def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lo
     life.ensure_current()
     steps_of(trainer.rollout_engine).step = raising(None)
     prompts = [row["prompt"] for row in rows(1)]
-    trajectories = rollout_batch(
-        trainer.rollout_engine, trainer.chat_format, prompts, [[calculator]]
-    )
+    trajectories = rollout_batch(trainer.rollout_engine, trainer.chat_format, prompts, [TOOLS[:1]])
     assert life.is_lost(trajectories) == other_lost

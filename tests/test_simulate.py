@@ -210,13 +210,12 @@ def record_path(tmp_path):
     """Two training rollouts 10 s apart, an evaluation, and one more: each a call and an answer."""
     segments = [sampled(*range(3, 23)), observed(2), sampled(*range(3, 13))]
     spans = [span("model", 0.0, 2.0), span("tool", 2.0, 4.5), span("model", 5.0, 6.0)]
-    results = [ToolResult(name="x", content="1", status="ok")]
     with RolloutRecorder(tmp_path / "rollouts.jsonl") as recorder:
         for step, mode, started in (
             (0, "train", 100.0), (1, "train", 110.0), (1, "eval", 118.0), (2, "train", 130.0),
         ):  # fmt: skip
             recorder.write(
-                trajectory([1], *segments, spans=spans, tool_results=results),
+                trajectory([1], *segments, spans=spans),
                 step=step,
                 mode=mode,
                 started=started,
