@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
 from agent_vllm.engines.base import GenerationRequest
-from agent_vllm.engines.vllm import cpu
+from agent_vllm.engines.vllm import cpu, stepper
 from agent_vllm.engines.vllm import engine as vllm_module
-from agent_vllm.engines.vllm.stepper import VLLMStepper, _completion_of
+from agent_vllm.engines.vllm.stepper import _completion_of
 from agent_vllm.errors import (
     EngineBusyError,
     EngineError,
@@ -416,13 +416,13 @@ def test_the_device_of_the_config_is_the_gpu_that_vllm_takes():
 def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
     """A tied head that stays old, as when the alias is left out, is noticed at once."""
     model, tokenizer = agent
-    reload = VLLMStepper.reload
+    load_into = stepper.load_into
 
-    def without_alias(self, weights):
-        reload(self, ((k, v) for k, v in weights if k != "lm_head.weight"))
+    def without_alias(llm, weights):
+        load_into(llm, ((k, v) for k, v in weights if k != "lm_head.weight"))
 
     monkeypatch.setattr(cpu, "UNPACKED_LIMIT", 0)  # else the head has no copy of its own
-    monkeypatch.setattr(VLLMStepper, "reload", without_alias)
+    monkeypatch.setattr(stepper, "load_into", without_alias)
     with pytest.raises(WeightSyncError, match="away from the learner's"):
         VLLMRolloutEngine(model, tokenizer)
 
@@ -512,7 +512,7 @@ def test_a_head_size_that_vllms_cpu_attention_lacks_is_refused_by_name(tokenizer
 
 @pytest.mark.vllm
 def test_vllm_starts_where_stdout_has_no_file_descriptor_and_takes_a_dtype_by_name(tokenizer):
-    model = learner(head_dim=32, vocab_size=len(tokenizer))
+    model = learner(head_dim=32, hidden_size=64, intermediate_size=64, vocab_size=len(tokenizer))
     captured = io.StringIO()  # as in notebook services
     with (
         contextlib.redirect_stdout(captured),

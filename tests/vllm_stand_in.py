@@ -2,6 +2,8 @@
 
 import types
 
+from transformers import Qwen3Config
+
 
 class StandIn:
     """Notes the order of calls; weights or cache that sleep may not be used."""
@@ -21,6 +23,7 @@ class StandIn:
         scheduler = types.SimpleNamespace(get_request_counts=lambda: (0, 0), shutdown=lambda: None)
         core = types.SimpleNamespace(scheduler=scheduler, model_executor=self.model_executor)
         finalizer = types.SimpleNamespace(detach=lambda: None)
+        self.model_config = types.SimpleNamespace(hf_config=Qwen3Config())
         self.engine_core = types.SimpleNamespace(engine_core=core, _finalizer=finalizer)
         self._model = model
 

@@ -104,11 +104,11 @@ class LearnerWeights:
         Args:
             merged: merge the adapters into copies; False yields the base weights.
         """
-        return self._read(self._units, merged)
+        return _started(self._read(self._units, merged))
 
     def module_tensors(self) -> NamedTensors:
         """Iterate over the weights under the names of the model's own modules, adapters merged."""
-        return self._read(self._module_units, True)
+        return _started(self._read(self._module_units, True))
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Return the active LoRA adapter alone; see `peft.adapter_tensors`."""
@@ -139,14 +139,9 @@ class LearnerWeights:
         return list(_walk(self.model))
 
     def _read(self, units: list[WeightUnit], merged: bool) -> NamedTensors:
-        tensors = self._iterate(units, merged)
-        next(tensors)  # enters its `try`: closing it before the first tensor gathers all of them
-        return tensors
-
-    def _iterate(self, units: list[WeightUnit], merged: bool) -> NamedTensors:
         remaining = iter(units)
         try:
-            yield "", torch.empty(0)
+            yield "", torch.empty(0)  # for `_started`
             for unit in remaining:
                 for name, tensor in unit.read(merged).items():
                     self.num_bytes_read += tensor.nbytes
@@ -177,6 +172,12 @@ def check_shapes(expected: Mapping[str, torch.Size], given: Mapping[str, torch.S
         f"Missing: {missing or 'none'}. Unknown: {unknown or 'none'}. "
         f"Wrong shape: {wrong or 'none'}. Build the engine from this learner."
     )
+
+
+def _started(tensors: NamedTensors) -> NamedTensors:
+    """Enter the iterator's `try`, so that closing it before the first tensor gathers all."""
+    next(tensors)
+    return tensors
 
 
 def _walk(module: torch.nn.Module, prefix: str = "") -> Iterator[WeightUnit]:

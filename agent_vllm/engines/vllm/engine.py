@@ -117,18 +117,21 @@ class VLLMRolloutEngine(RolloutEngine):
             further=engine_args or {},
         )
         self._driver = StepDriver("vllm rollout engine", hang_s=hang_s)
-        try:
-            self._stepper = self._driver.call(lambda: VLLMStepper(source, options))
-        except BaseException:
-            self._driver.close()
-            raise
-        self._driver.attach(self._stepper)
+        self._start(source, options)
         if not isinstance(model, str | Path):
             try:
                 self._load_weights(model)
             except BaseException:
                 self.close()
                 raise
+
+    def _start(self, source: ModelSource, options: VLLMOptions) -> None:
+        try:
+            self._stepper = self._driver.call(lambda: VLLMStepper(source, options))
+        except BaseException:
+            self._driver.close()
+            raise
+        self._driver.attach(self._stepper)
 
     async def _sample(self, request: GenerationRequest) -> Completion:
         self._stepper.policy_version = self.policy_version
