@@ -1,7 +1,7 @@
 """Show the progress of one rollout.
 
-A terminal or notebook gets a line that moves. When the rollout ends a plain line is printed, the only
-one for a file or a dumb terminal.
+A terminal or notebook gets a line that moves. When the rollout ends, a plain line is printed: the
+only one that a file or a dumb terminal gets.
 """
 
 import sys
