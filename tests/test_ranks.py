@@ -110,7 +110,7 @@ def test_every_row_has_the_completion_of_its_own_prompt(story):
             assert question == f"marker {row['marker']}."
             answer = record["messages"][-1]["content"]
             assert record["stop_reason"] == "engine_error" or answer.startswith(question)
-            assert all(r["content"] == f"seen {row['marker']}" for r in record["tool_results"])
+            assert all(r.content == f"seen {row['marker']}" for r in record["tool_results"])
 
 
 def test_the_learner_agrees_with_each_rows_logprobs(first):

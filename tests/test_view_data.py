@@ -185,6 +185,21 @@ def test_a_folder_without_write_access(path, capsys):
     assert "Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["view", "trace", "export", "replay"])
+def test_help_is_written_for_users(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "the folder of the run" in out
+    assert not {"Owns", "Invariant", "`"} & set(out.replace(":", "").split())
+
+
+def test_the_folder_of_a_run_stands_for_its_record(path, capsys):
+    write(path, [record()])
+    assert view(path.parent) == 0
+    assert capsys.readouterr().out == f"{path.with_suffix('.html')}: 1 of 1 trajectories\n"
+
+
 # ---- a live run ----
 
 

@@ -1,5 +1,8 @@
-"""Live progress of one rollout: a moving line on a terminal or in a notebook, and a plain line at
-its end, which is all that a file or a dumb terminal gets."""
+"""Show the progress of one rollout.
+
+A terminal or notebook gets a line that moves. When the rollout ends, a plain line is printed: the
+only one that a file or a dumb terminal gets.
+"""
 
 import sys
 import threading
@@ -17,13 +20,13 @@ _REFRESH_S = 0.2
 
 
 class RolloutProgress:
-    """Shows a `RolloutStatus` while the block runs.
+    """Show a `RolloutStatus` while the block runs.
 
     Args:
         status: what to show.
-        title: said before the figures, such as "rollout at step 3".
+        title: printed before the figures, such as "rollout at step 3".
         enabled: False shows nothing.
-        console: where to show it; standard error by default, beside TRL's bar.
+        console: where to show it (default: standard error, next to TRL's progress bar).
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class RolloutProgress:
         if self._live is not None:
             self._live.stop()
         if self._enabled and error is None:
-            with tqdm.external_write_mode(file=self._console.file):  # TRL's bar steps aside
+            with tqdm.external_write_mode(file=self._console.file):  # pauses TRL's bar
                 self._console.print(self.line(), highlight=False, soft_wrap=True)
 
     @property
@@ -67,7 +70,7 @@ class RolloutProgress:
         return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
 
     def line(self) -> str:
-        """The figures in one line; what is over leaves out what only a running rollout has."""
+        """Return the figures in one line; a finished rollout leaves out those of a running one."""
         status = self._status
         rate = status.num_sampled_tokens / max(status.elapsed_s, 1e-9)
         parts = [f"{self._title}: {status.num_finished}/{status.num_trajectories} finished"]

@@ -26,7 +26,8 @@ from agent_vllm.record.schema import (
 )
 from agent_vllm.types import Trajectory
 
-_READABLE = (2, SCHEMA_VERSION)  # schemas that a file may hold before it is appended to
+_READABLE = (2, SCHEMA_VERSION)  # schemas of a file that may be appended to
+_BEGINNINGS = (b'{"schema": 2,', b'{"schema":3,')  # of its lines
 
 Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Gets the JSON object that is to be written and returns what is written instead, or None."""
@@ -82,7 +83,7 @@ class RolloutRecorder:
             OSError: the line can't be written; the file is as it was before.
         """
         record = self._record(trajectory, _known(fields))
-        line = to_json(record.model_dump(by_alias=True))
+        line = to_json({"schema": SCHEMA_VERSION, **record.model_dump(by_alias=True)})
         if self._redact is not None:
             redacted = self._redact(json.loads(line))
             if redacted is None:
@@ -175,6 +176,8 @@ def _lock(file: int, path: Path) -> None:
             f"{path} is written by another recorder. Close that one (`trainer.close()`), or give "
             "each run a folder of its own."
         ) from None
+    except OSError:  # a file system without locks
+        return
 
 
 def _next_session(path: Path) -> int:
@@ -186,7 +189,7 @@ def _next_session(path: Path) -> int:
             first = first or line
             if line.endswith(b"\n"):
                 last, end = line, end + len(line)
-    if not first or (end == 0 and first.startswith(b'{"schema":')):  # killed within its first line
+    if not first or (end == 0 and first.startswith(_BEGINNINGS)):  # killed within its first line
         session = 0
     else:
         session = _session_of(first, path) and _session_of(last, path)
