@@ -66,6 +66,20 @@ class RolloutContext:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
+    async def sample(self, request: GenerationRequest) -> Completion:
+        """Sample one turn; a request that the engine failed is retried once.
+
+        With the same seed, so that a fault changes nothing of what is sampled, and tokens that lead
+        to a fault are not avoided.
+        """
+        try:
+            return await self.engine.sample(request)
+        except EngineDeadError:
+            raise
+        except EngineError:
+            self.status.num_retries += 1
+            return await self.engine.sample(request)
+
 
 class Episode:
     """Make one trajectory; used once.
@@ -130,10 +144,9 @@ class Episode:
         """Sample, parse, run tools, append. Return what ends the trajectory, or None."""
         self.used = replace(self.used, turn_started_s=self.context.elapsed_s())
         budget = self._budget()
-        request = self._request(budget.turn_tokens)
         try:
             async with asyncio.timeout(budget.turn_time_left_s) as deadline:
-                completion = await self._sample(request)
+                parsed, is_cut = await self._sample(budget.turn_tokens)
         except (EngineError, InvalidRequestError) as error:
             self.error = str(error)
             return StopReason.ENGINE_ERROR
@@ -141,8 +154,7 @@ class Episode:
             if deadline.expired():
                 return StopReason.DEADLINE
             raise
-        parsed = self._append_turn(request, completion)
-        if completion.finish_reason == "length":
+        if is_cut:
             return self._budget().what_cut(budget.turn_tokens)
         if not parsed.calls:
             return await self._ask_user()
@@ -161,6 +173,15 @@ class Episode:
 
     # ---- the model ----
 
+    async def _sample(self, max_new_tokens: int) -> tuple[ParsedTurn, bool]:
+        """Sample and append a turn. Return it as it was read, and whether a limit cut it.
+
+        The whole id list lives no longer than this: one that waits for tools holds its ids once.
+        """
+        request = self._request(max_new_tokens)
+        completion = await self.context.sample(request)
+        return self._append_turn(request, completion), completion.finish_reason == "length"
+
     def _request(self, max_new_tokens: int) -> GenerationRequest:
         """Put all ids so far together, which is done once per turn."""
         ids = list(self.prompt_ids)
@@ -176,21 +197,6 @@ class Episode:
             stop_token_ids=self.chat.end_token_ids,
             affinity=self.affinity,
         )
-
-    async def _sample(self, request: GenerationRequest) -> Completion:
-        """Sample one turn; a request that the engine failed is retried once.
-
-        With the same seed, so that a fault changes nothing of what is sampled, and tokens that lead
-        to a fault are not avoided.
-        """
-        engine, status = self.context.engine, self.context.status
-        try:
-            return await engine.sample(request)
-        except EngineDeadError:
-            raise
-        except EngineError:
-            status.num_retries += 1
-            return await engine.sample(request)
 
     def _append_turn(self, request: GenerationRequest, completion: Completion) -> ParsedTurn:
         span = self._span("model", f"turn {len(self.turns)}", self.used.turn_started_s)

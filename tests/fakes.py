@@ -18,6 +18,7 @@ from agent_vllm.types import (
     Segment,
     StopReason,
     ToolCall,
+    ToolResult,
     Trajectory,
     Turn,
 )
@@ -169,7 +170,8 @@ def trajectory(
     turns = [*flat.turns, *[empty] * (num_turns - len(flat.turns))]
     results = list(tool_results)
     for index, (start, end) in enumerate(itertools.pairwise([*starts, len(spans)])):
-        calls = [call_record(results.pop(0), s) for s in spans[start + 1 : end] if s.kind == "tool"]
+        own = [span for span in spans[start + 1 : end] if span.kind == "tool"]
+        calls = [call_record(results.pop(0) if results else ran(span), span) for span in own]
         users = [s for s in spans[start + 1 : end] if s.kind == "user"]
         turns[index] = dataclasses.replace(
             turns[index], span=spans[start], calls=calls, user_span=users[0] if users else None
@@ -179,6 +181,10 @@ def trajectory(
     for index, text in enumerate(turn_outputs):
         turns[index] = dataclasses.replace(turns[index], text=text)
     return dataclasses.replace(flat, turns=turns)
+
+
+def ran(span):
+    return ToolResult(name=span.name, content="", status="ok")
 
 
 def call_record(result, span=None):

@@ -183,7 +183,7 @@ TALK = [{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "ass
 
 
 def told(segments=GOOD, **fields):
-    fields = {"messages": TALK, "num_prompt_messages": 1, "turn_outputs": ["", ""], **fields}
+    fields = {"messages": TALK, "num_prompt_messages": 1, **fields}
     return trajectory([1, 2], *segments, **fields)
 
 
