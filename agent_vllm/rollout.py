@@ -240,7 +240,8 @@ def _episodes(
     for row, task in enumerate(tasks):
         prompt = prompts[row]
         if isinstance(prompt, ChatTemplateError):
-            task = replace(task, error=task.error or str(prompt))
+            shown = [message for message in task.messages if isinstance(message, Mapping)]
+            task = replace(task, messages=shown, error=task.error or str(prompt))
             prompt = {key: [chat.end_token_ids[0]] for key in formats}  # no row may be empty
         for generation in range(num_generations):
             seeds = random.Random(f"{seed}/{row}/{generation}")

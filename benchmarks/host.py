@@ -71,7 +71,7 @@ def long_agents(quick: bool) -> list[Figure]:
     sizes = (5, 10) if quick else (25, 200)
     ours = setup()
     words = ours.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    page = ours.tokenizer.decode((words * (1 + 2100 // len(words)))[:2100])
+    page = str(ours.tokenizer.decode((words * (1 + 2100 // len(words)))[:2100]))
     long_rollouts(ours, page, 2)
     seconds = in_turns(
         {str(size): lambda size=size: long_rollouts(ours, page, size) for size in sizes},

@@ -262,9 +262,7 @@ def test_results_that_cannot_be_written_fail_their_trajectory_only(scripted):
         """
         return text
 
-    turns = by_prompt(
-        chat, [say], one=[call("say", text="odd")], two=[call("say", text="fine"), "ok"]
-    )
+    turns = by_prompt(chat, one=[call("say", text="odd")], two=[call("say", text="fine"), "ok"])
     failed, fine = rollout_batch(scripted(turns), chat, [user("one"), user("two")], [[say], [say]])
     assert (failed.stop_reason, failed.num_turns) == (StopReason.ENVIRONMENT_ERROR, 1)
     assert "an odd result" in failed.error

@@ -470,3 +470,14 @@ def test_a_reset_that_says_no_text_is_one_rows_failure(make, said):
 def test_what_reset_says_is_added_to_a_message_without_content(make):
     (started,) = make(WordGame).start([{"prompt": [{"role": "user", "content": None}]}])
     assert started.messages == [{"role": "user", "content": "\nGuess the five letters."}]
+
+
+def test_an_environment_that_gets_no_thread_is_one_rows_failure(make, monkeypatch):
+    environments = make(AsyncCounter)
+
+    def refuse():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)  # `asyncio.run` has another name for it
+    (started,) = environments.start([row()])
+    assert "`AsyncCounter.reset` failed: Not run: no event loop could be made" in started.error

@@ -530,3 +530,24 @@ def test_values_that_have_no_text_fail_the_call():
         status, content = run_one(lambda value=value: value)
         assert status == "failed"
         assert json.loads(content)["error"].startswith("The result can't be written as JSON: ")
+
+
+@pytest.mark.parametrize("function", [add, add_async])
+def test_a_call_that_gets_no_thread_is_a_failed_result(monkeypatch, function):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(workers, "_idle", [])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert run([ask(function.__name__, a=1, b=2)], [function]) == [
+        failed("Not run: no thread could be started (can't start new thread).")
+    ]
+
+
+def test_a_call_that_gets_no_event_loop_is_a_failed_result(monkeypatch):
+    def refuse():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)  # `asyncio.run` has another name for it
+    ((status, content),) = run([ask("add_async", a=1, b=2)], [add_async])
+    assert status == "failed" and "no event loop could be made" in content

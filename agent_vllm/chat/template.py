@@ -239,15 +239,23 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     }
     content = message.get("content")
     if isinstance(content, list):
-        kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
-        texts = [block.get("text") for block in content if isinstance(block, dict)]
-        if any(kind != "text" for kind in kinds) or not all(isinstance(t, str) for t in texts):
+        texts = [block["text"] for block in content if _is_text(block)]
+        if len(texts) < len(content):
+            kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
             raise ChatTemplateError(
                 f"Rollouts are text only, got a message of role {message.get('role')!r} with "
                 f"content blocks {kinds}. Leave images out, or describe them in text."
             )
         message["content"] = "".join(texts)
     return message
+
+
+def _is_text(block: Any) -> bool:
+    return (
+        isinstance(block, dict)
+        and block.get("type") == "text"
+        and isinstance(block.get("text"), str)
+    )
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -260,7 +260,7 @@ async def _score(
 
 def _with_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     *before, last = messages
-    content = last.get("content") or ""
+    content: Any = last.get("content") or ""
     added = [{"type": "text", "text": text}] if isinstance(content, list) else text
     return [*before, {**last, "content": content + added}]
 

@@ -21,7 +21,12 @@ _NOTHING_REMOTE = referencing.Registry()  # without it, jsonschema fetches remot
 _DRAFT = jsonschema.Draft202012Validator
 
 
-def argument_errors(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+def validator_of(parameters: Mapping[str, Any]) -> Any:
+    """Return a validator for a schema that has no problem."""
+    return _Validator(parameters, registry=_NOTHING_REMOTE)
+
+
+def argument_errors(validator: Any, arguments: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with the arguments, in the schema's terms; empty if they fit.
 
     NaN and infinite numbers are refused, since JSON has none.
@@ -29,7 +34,6 @@ def argument_errors(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     try:
         if errors := list(_non_finite(arguments, "")):
             return errors
-        validator = _Validator(parameters, registry=_NOTHING_REMOTE)
         return [
             f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message}"
             for error in validator.iter_errors(arguments)

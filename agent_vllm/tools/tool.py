@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from agent_vllm.errors import ToolDefinitionError
-from agent_vllm.tools.arguments import argument_errors, schema_problem
+from agent_vllm.tools.arguments import argument_errors, schema_problem, validator_of
 
 # `a (int, optional): text` in a docstring; the type is in the hints already.
 _TYPED_ARGUMENT = re.compile(r"^(\s*)(\w+)\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:", re.MULTILINE)
@@ -71,13 +71,17 @@ class Tool:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @functools.cached_property
+    def _validator(self) -> Any:
+        return validator_of(self._parameters)
+
+    @functools.cached_property
     def _parameters(self) -> dict[str, Any]:
         parameters = self.schema["function"].get("parameters") or {}
         return {"type": "object", "additionalProperties": False, **parameters}
 
     def argument_errors(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return what is wrong with the arguments, in the schema's terms; empty if they fit."""
-        return argument_errors(self._parameters, arguments)
+        return argument_errors(self._validator, arguments)
 
     @property
     def takes_nothing(self) -> bool:

@@ -68,7 +68,7 @@ class Worker:
             None: it waits for `stop`.
 
     Raises:
-        ToolFailure: too many earlier calls still hang.
+        ToolFailure: too many earlier calls still hang, or the process has no thread left.
     """
 
     def __init__(self, name: str, idle_s: float | None = None) -> None:
@@ -77,8 +77,7 @@ class Worker:
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, daemon=True, name=name)
-        self.thread.start()
+        self.thread = _started_thread(self._work, name)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Return what `work` returns.
@@ -136,14 +135,23 @@ class LoopThread:
 
     Attributes:
         is_stuck: a coroutine holds the loop and can't be interrupted. Use another one.
+
+    Raises:
+        ToolFailure: the process has no thread or file descriptor left.
     """
 
     def __init__(self) -> None:
         self.is_stuck = False
         self._is_being_freed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="async tools")
-        self._thread.start()
+        try:
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:
+            raise ToolFailure(f"Not run: no event loop could be made ({error}).") from error
+        try:
+            self._thread = _started_thread(self._run, "async tools")
+        except ToolFailure:
+            self._loop.close()
+            raise
 
     async def call(self, work: Callable[[], Awaitable[T]], timeout_s: float | None) -> T:
         """Return what the awaitable that `work` gives returns.
@@ -211,6 +219,15 @@ class LoopThread:
         while not answered.is_set() and time.monotonic() < give_up:
             await asyncio.sleep(0.01)
         return answered.is_set()
+
+
+def _started_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True, name=name)
+    try:
+        thread.start()
+    except RuntimeError as error:  # the process or the machine has no more
+        raise ToolFailure(f"Not run: no thread could be started ({error}).") from error
+    return thread
 
 
 def _interrupt(thread: threading.Thread) -> None:
