@@ -94,6 +94,11 @@ def _turns(record: RolloutRecord) -> list[Turn]:
     )
     results = deque(ToolResult(**cast(Any, result)) for result in record["tool_results"])
     spans = deque(Span(**span) for span in record["spans"])
+    drafted = deque(
+        call["function"]
+        for message in record["messages"][record["num_prompt_messages"] :]
+        for call in message.get("tool_calls") or []
+    )
     turns = []
     for index, turn in enumerate(flat.turns):
         text = record["turn_outputs"][index] if index < len(record["turn_outputs"]) else ""
@@ -102,18 +107,24 @@ def _turns(record: RolloutRecord) -> list[Turn]:
         while spans and spans[0].kind != "model":
             waited = spans.popleft()
             if results and waited.kind == "tool" and results[0].name == waited.name:
-                calls.append(_call_record(results.popleft(), waited))
+                calls.append(_call_record(results.popleft(), waited, drafted))
             else:
                 user_span = replace(waited, kind="user")
         turns.append(replace(turn, text=text, span=span, calls=calls, user_span=user_span))
     if turns and results:
-        rest = [_call_record(result, None) for result in results]
+        rest = [_call_record(result, None, drafted) for result in results]
         turns[-1] = replace(turns[-1], calls=[*turns[-1].calls, *rest])
     return turns
 
 
-def _call_record(result: ToolResult, span: Span | None) -> CallRecord:
-    return CallRecord(call=ToolCall(name=result.name, arguments=None), result=result, span=span)
+def _call_record(
+    result: ToolResult, span: Span | None, drafted: deque[dict[str, Any]]
+) -> CallRecord:
+    """The call as the messages have it; one that could not be read is in none of them."""
+    is_drafted = bool(drafted) and drafted[0].get("name") == result.name
+    arguments = drafted.popleft().get("arguments") if is_drafted else None
+    call = ToolCall(name=result.name, arguments=arguments)
+    return CallRecord(call=call, result=result, span=span)
 
 
 def _segments(record: RolloutRecord) -> list[Segment]:
