@@ -7,7 +7,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_vllm.batch import TrainingBatch, collate
     from agent_vllm.chat import ChatFormat
     from agent_vllm.engines import (
         GenerationRequest,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     )
     from agent_vllm.settings import Limits, SamplingParams
     from agent_vllm.tools import Tool
+    from agent_vllm.training import TrainingBatch, collate
     from agent_vllm.types import (
         CallRecord,
         Completion,
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _ROOMS = {  # the others are in `agent_vllm.types`
-    "agent_vllm.batch": {"TrainingBatch", "collate"},
+    "agent_vllm.training": {"TrainingBatch", "collate"},
     "agent_vllm.chat": {"ChatFormat"},
     "agent_vllm.engines": {
         "GenerationRequest",

@@ -158,7 +158,7 @@ def _against_torch(
 
 def padded_generate(ours: Setup, ids: list[list[int]], lengths: list[int]) -> None:
     """Generate one left-padded batch to the longest row's length, with the scores of every step."""
-    from agent_vllm.batch import pad_rows
+    from agent_vllm.training import pad_rows
 
     ours.model.generate(
         input_ids=pad_rows(ids, 0, side="left"),

@@ -7,8 +7,8 @@ import torch
 
 from agent_vllm import RolloutEngine, VLLMRolloutEngine, rollout_batch, rollout_single
 from agent_vllm.blocking import run_blocking
-from agent_vllm.logprobs import gather_logprobs
 from agent_vllm.tools import ToolRunner, tools_by_name
+from agent_vllm.training import gather_logprobs
 from benchmarks.figures import SHOWN, Figure, at_least, at_most, in_turns, medians, ratios
 from benchmarks.work import (
     LIMITS,

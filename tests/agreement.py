@@ -6,7 +6,7 @@ import torch
 from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tasks
 
 from agent_vllm import ChatFormat, Limits, collate, rollout_batch
-from agent_vllm.logprobs import logprob_gap, predicted_logprobs
+from agent_vllm.training import logprob_gap, predicted_logprobs
 
 TOLERANCE = 1e-5
 TOOLS = [calculator, get_weather, get_price]

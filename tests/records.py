@@ -8,8 +8,8 @@ from tiny_tasks import SMALL_KINDS, calculator, get_price, get_weather, make_tas
 
 from agent_vllm import ChatFormat, Limits, TorchRolloutEngine, rollout_batch
 from agent_vllm.inspect.viewer import write_page
-from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
+from agent_vllm.training import predicted_logprobs
 from trl_integration.recording import RecordedRollout, TrainingRecord
 
 TOOLS = [calculator, get_weather, get_price]

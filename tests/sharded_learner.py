@@ -26,7 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import create_rollout_engine
 from agent_vllm.engines.learner import LearnerWeights, plain_model
-from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.training import predicted_logprobs
 
 IDS = torch.arange(10, 26).view(2, 8)
 

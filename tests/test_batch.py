@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes import observed, sampled, trajectory
 
-from agent_vllm.batch import collate, pad_rows
+from agent_vllm.training import collate, pad_rows
 from agent_vllm.types import Segment
 
 A, B, C, D, E = 11, 12, 13, 14, 15

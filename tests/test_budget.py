@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent_vllm.budget import Budget, Used
+from agent_vllm.rollout.budget import Budget, Used
 from agent_vllm.settings import Limits
 from agent_vllm.types import StopReason, ToolResult
 

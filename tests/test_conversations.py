@@ -21,13 +21,13 @@ from fakes import (
 )
 from families import CALLS, ONE_OF_EACH, TOOLS, USER, assistant, chat_of, sampled_turn
 
-from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.settings import Limits
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool
+from agent_vllm.training import collate
 from agent_vllm.types import StopReason, ToolCall
 
 NUM_BATCHES, NUM_ROWS = 50, 5  # a family: 10 * 50 * 5 = 2,500 conversations

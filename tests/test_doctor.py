@@ -23,10 +23,10 @@ from agent_vllm.inspect import doctor
 from agent_vllm.inspect.doctor import engine_checks, template_checks
 from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
-from agent_vllm.logprobs import shift
 from agent_vllm.settings import SamplingParams
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import as_tool
+from agent_vllm.training import shift
 from agent_vllm.types import ParsedTurn
 
 TEMPLATE_NAMES = [check.name for check in template_checks.TEMPLATE_CHECKS]

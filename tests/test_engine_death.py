@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from agent_vllm import StopReason, TorchRolloutEngine, collate, rollout_batch
 from agent_vllm.errors import EngineDeadError
-from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
+from agent_vllm.training import predicted_logprobs
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 FAILED_ALL = "it failed all 8 trajectories, the first with: "

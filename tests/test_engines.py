@@ -27,7 +27,7 @@ from agent_vllm.errors import (
     UnsupportedModelError,
     WeightSyncError,
 )
-from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.training import predicted_logprobs
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 

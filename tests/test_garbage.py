@@ -6,8 +6,8 @@ import pytest
 from fakes import user
 
 from agent_vllm.errors import EngineError
-from agent_vllm.garbage import rare_full_collections
 from agent_vllm.rollout import rollout_batch
+from agent_vllm.rollout.garbage import rare_full_collections
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from agent_vllm.logprobs import (
+from agent_vllm.training import (
     gather_logprobs,
     logprob_gap,
     masked_mean,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent_vllm.observations import fit_results
+from agent_vllm.rollout.observations import fit_results
 from agent_vllm.types import ToolResult
 
 

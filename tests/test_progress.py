@@ -8,8 +8,7 @@ from fakes import ADD, user
 from rich.console import Console
 
 from agent_vllm.inspect import RolloutProgress
-from agent_vllm.rollout import rollout_batch
-from agent_vllm.status import RolloutStatus
+from agent_vllm.rollout import RolloutStatus, rollout_batch
 
 
 def shown(monkeypatch, term="xterm", is_terminal=False, **options):

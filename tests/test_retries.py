@@ -8,9 +8,8 @@ import pytest
 from fakes import ADD, add, broken_invariants, tail, user
 
 from agent_vllm.errors import EngineDeadError, EngineError
-from agent_vllm.rollout import rollout_batch
+from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.settings import Limits
-from agent_vllm.status import RolloutStatus
 from agent_vllm.types import StopReason
 
 DONE = "done"

@@ -20,11 +20,11 @@ from fakes import (
     user,
 )
 
-from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.settings import Limits
 from agent_vllm.tools import Tool, as_tool
+from agent_vllm.training import collate
 from agent_vllm.types import StopReason
 
 # ---- the story ----

@@ -49,12 +49,12 @@ from fakes import (
     user,
 )
 
-from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import EngineError
 from agent_vllm.rollout import rollout_batch, rollout_single
 from agent_vllm.settings import Limits
 from agent_vllm.tools import Tool, as_tool, select_tools, tools_by_name
+from agent_vllm.training import collate
 from agent_vllm.types import StopReason
 from trl_integration.fields import exclusion, to_trl
 

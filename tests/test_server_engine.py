@@ -34,7 +34,7 @@ from agent_vllm import (
 )
 from agent_vllm.engines.server.handshake import probe_request
 from agent_vllm.errors import EngineError, InvalidRequestError
-from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.training import predicted_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 LONG = 400  # tokens: long enough for an update to find it on its way

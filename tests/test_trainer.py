@@ -16,9 +16,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agent_vllm import StopReason, TorchRolloutEngine, collate
 from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionError
-from agent_vllm.logprobs import predicted_logprobs
 from agent_vllm.record import read_rollouts
 from agent_vllm.testing import ScriptedRolloutEngine
+from agent_vllm.training import predicted_logprobs
 from trl_integration import AgentGRPOTrainer
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from agent_vllm.engines.base import EngineStats
-from agent_vllm.logprobs import logprob_gap
 from agent_vllm.spans import overlap_s
+from agent_vllm.training import logprob_gap
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.processes import gather
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_vllm.batch import TrainingBatch, collate
 from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajectory
+from agent_vllm.training import TrainingBatch, collate
 
 if TYPE_CHECKING:
     from trl_integration.rescore import Rescored, RescoringTrainer

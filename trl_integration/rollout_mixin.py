@@ -18,8 +18,7 @@ from agent_vllm.environments import Factory
 from agent_vllm.environments.user import user_suffix_ids
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
-from agent_vllm.rollout import rollout_batch
-from agent_vllm.status import RolloutStatus
+from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.tools import tool_name
 from agent_vllm.types import Trajectory
 from trl_integration.checks import check_datasets, check_setup

@@ -16,11 +16,11 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.batch import pad_rows
 from agent_vllm.blocking import run_blocking
 from agent_vllm.engines.models import pad_token_id
 from agent_vllm.errors import EngineError, InvalidRequestError
 from agent_vllm.settings import SamplingParams
+from agent_vllm.training import pad_rows
 from agent_vllm.types import Completion
 
 _NEUTRAL = SamplingParams()

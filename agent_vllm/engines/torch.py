@@ -26,7 +26,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from agent_vllm.batch import pad_rows
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.learner import (
@@ -39,7 +38,7 @@ from agent_vllm.engines.learner import (
 from agent_vllm.engines.models import context_length, evaluating
 from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
 from agent_vllm.engines.vllm.host_state import random_state_kept
-from agent_vllm.logprobs import gather_logprobs
+from agent_vllm.training import gather_logprobs, pad_rows
 from agent_vllm.types import Completion
 
 

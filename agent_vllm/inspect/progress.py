@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 from tqdm import tqdm
 
-from agent_vllm.status import RolloutStatus
+from agent_vllm.rollout import RolloutStatus
 
 _REFRESH_S = 0.2
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.models import evaluating
 from agent_vllm.errors import WeightSyncError
-from agent_vllm.logprobs import predicted_logprobs
+from agent_vllm.training import predicted_logprobs
 from agent_vllm.types import Completion
 
 _TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 per token

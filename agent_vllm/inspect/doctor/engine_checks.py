@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agent_vllm.batch import TrainingBatch, collate
 from agent_vllm.chat import SampledTurn, num_common
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
 from agent_vllm.engines.learner import vocabulary_size
@@ -27,9 +26,9 @@ from agent_vllm.engines.models import context_length, evaluating, pad_token_id
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE
-from agent_vllm.logprobs import LogprobGap, logprob_gap, predicted_logprobs
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.settings import Limits
+from agent_vllm.training import LogprobGap, TrainingBatch, collate, logprob_gap, predicted_logprobs
 from agent_vllm.types import ParsedTurn, Trajectory
 
 NUM_GENERATIONS = 4

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.batch import collate
 from agent_vllm.chat import ChatFormat, ChatTemplate, SampledTurn, num_common
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
 from agent_vllm.errors import ChatTemplateError
@@ -23,6 +22,7 @@ from agent_vllm.inspect.doctor.subject import (
     example_call,
     load_tools,
 )
+from agent_vllm.training import collate
 from agent_vllm.types import Messages, ToolCall, ToolResult
 
 _THOUGHT = "Rain is likely there."

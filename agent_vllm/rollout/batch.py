@@ -15,11 +15,11 @@ from agent_vllm.blocking import run_blocking
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.environments import User, user_suffix_ids
-from agent_vllm.episode import Episode, RolloutContext, RolloutTask
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.garbage import rare_full_collections
+from agent_vllm.rollout.episode import Episode, RolloutContext, RolloutTask
+from agent_vllm.rollout.garbage import rare_full_collections
+from agent_vllm.rollout.status import RolloutStatus
 from agent_vllm.settings import Limits, SamplingParams
-from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
 from agent_vllm.types import Messages, Trajectory
 

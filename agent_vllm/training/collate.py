@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from agent_vllm.logprobs import shift
+from agent_vllm.training.logprobs import shift
 from agent_vllm.types import Trajectory
 
 

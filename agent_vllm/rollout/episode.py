@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agent_vllm.budget import Budget, Used
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import GenerationRequest, RolloutEngine
 from agent_vllm.environments import User, UserFailed, ask_user, user_suffix_ids
@@ -23,9 +22,10 @@ from agent_vllm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from agent_vllm.observations import fit_results
+from agent_vllm.rollout.budget import Budget, Used
+from agent_vllm.rollout.observations import fit_results
+from agent_vllm.rollout.status import RolloutStatus
 from agent_vllm.settings import Limits, SamplingParams
-from agent_vllm.status import RolloutStatus
 from agent_vllm.tools import Tool, ToolRunner
 from agent_vllm.types import (
     CallRecord,
