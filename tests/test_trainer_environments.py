@@ -395,7 +395,9 @@ def test_the_environment_may_be_the_user(make_trainer):
     said = [m["content"] for m in trainer.trajectories[0].messages if m["role"] == "user"]
     assert said == ["Go.", "again 1", "again 2"]
     assert trainer.rollout.rewards.tolist() == [[3.0]] * 8
-    assert "get_user_message" not in trainer._tokenizer.decode(trainer.trajectories[0].prompt_ids)
+    assert "get_user_message" not in trainer.processing_class.decode(
+        trainer.trajectories[0].prompt_ids
+    )
 
 
 def test_a_user_for_each_row(make_trainer):
