@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import trainers
-from tiny_tasks import calculator, correct_reward
+from tiny_tasks import correct_reward
 from trainers import TOOLS, fresh, rows
 from transformers import TrainerCallback
 

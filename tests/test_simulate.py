@@ -25,7 +25,7 @@ from agent_vllm.inspect.simulate.hardware import DECODERS, LINKS
 from agent_vllm.inspect.simulate.rates import TimedTurn, fit_rates
 from agent_vllm.inspect.simulate.sync import sync_seconds
 from agent_vllm.record import RolloutRecorder
-from agent_vllm.types import Span, ToolResult
+from agent_vllm.types import Span
 
 TEN_EACH = RateCurve(((1, 10), (64, 640)))  # tokens a second for each, however many
 TEN_SHARED = RateCurve(((1, 10), (64, 10)))  # for all together

@@ -261,7 +261,7 @@ async def _score(
 def _with_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     *before, last = messages
     content: Any = last.get("content") or ""
-    added = [{"type": "text", "text": text}] if isinstance(content, list) else text
+    added: Any = [{"type": "text", "text": text}] if isinstance(content, list) else text
     return [*before, {**last, "content": content + added}]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_vllm.errors import EmptyRecordError, RecordError
+from agent_vllm.record.parquet import read_parquet
 from agent_vllm.record.schema import SCHEMA_VERSION, RolloutRecord, check_record
 from agent_vllm.record.schema2 import upgraded
 from agent_vllm.types import Trajectory
@@ -39,8 +40,6 @@ def read_rollouts(path: str | Path) -> Iterator[RolloutRecord]:
             "`output_dir/rollouts.jsonl`."
         )
     if path.suffix == ".parquet":
-        from agent_vllm.record.export import read_parquet
-
         return read_parquet(path)
     return _read_lines(path)
 

@@ -144,8 +144,9 @@ class Episode:
         """Sample, parse, run tools, append. Return what ends the trajectory, or None."""
         self.used = replace(self.used, turn_started_s=self.context.elapsed_s())
         budget = self._budget()
+        deadline = asyncio.timeout(budget.turn_time_left_s)
         try:
-            async with asyncio.timeout(budget.turn_time_left_s) as deadline:
+            async with deadline:
                 parsed, is_cut = await self._sample(budget.turn_tokens)
         except (EngineError, InvalidRequestError) as error:
             self.error = str(error)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-import agent_vllm
 from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, NCCL_BACKEND
 from agent_vllm.engines.vllm.options import VLLMOptions
@@ -117,7 +116,7 @@ def serve_command(
 
 def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the server's environment: it accepts weights and finds this package."""
-    package = str(Path(agent_vllm.__file__).parents[1])
+    package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
     defaults = {} if torch.cuda.is_available() else _CPU_ENVIRONMENT
     return {
