@@ -263,6 +263,7 @@ def test_a_death_before_the_first_step_can_be_resumed_too(make_trainer, plain):
     trainer = make_trainer(breaker=Breaker(0, raising))
     with pytest.raises(EngineDeadError, match="checkpoint-0"):
         trainer.train()
+    trainer.close()
     again = make_trainer()
     again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-0")
     assert_same_run(again, plain("torch"))

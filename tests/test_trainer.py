@@ -1,7 +1,6 @@
 """The real TRL trainer with both engines: sync, loss, rewards, resume, endings, bad input."""
 
 import functools
-import json
 import os
 import shutil
 
@@ -16,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agent_vllm import StopReason, TorchRolloutEngine, collate
 from agent_vllm.errors import ChatTemplateError, EngineError, ToolDefinitionError
-from agent_vllm.record import read_rollouts
+from agent_vllm.record import RolloutRecord, read_rollouts
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.training import predicted_logprobs
 from trl_integration import AgentGRPOTrainer
@@ -489,7 +488,7 @@ def test_the_record_holds_what_was_trained(make_trainer, tmp_path):
     assert (
         len(record["completion_ids"]) == len(record["completion_mask"]) == len(record["logprobs"])
     )
-    assert json.loads(json.dumps(record)) == record
+    assert RolloutRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
 
 
 # ---- bad input ----
