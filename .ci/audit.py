@@ -17,7 +17,7 @@ LOCK = ROOT / "requirements" / "cpu.lock"
 
 
 def report_on(lock):
-    """What pip-audit says of each package, or None where it can't be asked."""
+    """Return what pip-audit says of each package, or None where it can't be asked."""
     python = FOLDER / "bin" / "python"
     if not python.exists():
         venv.create(FOLDER, with_pip=True)

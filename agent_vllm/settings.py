@@ -1,4 +1,4 @@
-"""The settings of a rollout: how tokens are sampled, and what a trajectory may use.
+"""Check the settings of a rollout: how tokens are sampled, and what a trajectory may use.
 
 Invariant: values are checked when built, so whoever gets one needs no checks of its own.
 """
@@ -134,7 +134,7 @@ class Limits:
 
     @property
     def call_timeout_s(self) -> float | None:
-        """Seconds for one tool call, the default included; None where there is no limit."""
+        """Return the seconds for one tool call, the default included; None for no limit."""
         seconds = self.tool_timeout_s
         if seconds is None:
             return _DEFAULT_TOOL_TIMEOUT_S

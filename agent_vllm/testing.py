@@ -1,4 +1,4 @@
-"""An engine that follows a script, for tests of tools, environments and rewards without a model.
+"""Test tools, environments and rewards without a model: an engine that follows a script.
 
 Never used in training. Invariant: the script's tokens are what is sampled, cut at the request's
 `max_new_tokens` as a real engine cuts them.
@@ -64,7 +64,7 @@ class ScriptedRolloutEngine(RolloutEngine):
         )
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        """A script has no weights; only the version counts up."""
+        """Do nothing: a script has no weights. Only the version counts up."""
 
     def _in_order(self, turns: Sequence[str | Sequence[int]]) -> Script:
         def script(_: GenerationRequest) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The values that flow through a rollout. They own their shapes and nothing else.
+"""Define the values that flow through a rollout. They own their shapes and nothing else.
 
 Invariant: a token has a logprob if and only if the engine sampled it. Ids, mask and logprobs of a
 trajectory are views of its turns and can't drift apart.
@@ -32,12 +32,12 @@ class StopReason(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """True if the model was cut off in its turn, or never got a turn that was due."""
+        """Return whether the model was cut off in its turn, or never got a turn that was due."""
         return self in _TRUNCATING
 
     @property
     def is_failure(self) -> bool:
-        """True if the engine, user or environment failed; this says nothing about the model."""
+        """Return whether the engine, user or environment failed, whatever the model did."""
         return self in _FAILURES
 
 
@@ -100,7 +100,7 @@ class Segment:
 
     @property
     def versions(self) -> list[int | None]:  # [N]
-        """Each token's policy version; None where not sampled or not known."""
+        """Return each token's policy version; None where not sampled or not known."""
         if self.token_versions is not None:
             return [*self.token_versions]
         return [self.policy_version] * len(self.token_ids)
@@ -206,7 +206,7 @@ class Turn:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of model, calls and user, in this order."""
+        """Return the spans of model, calls and user, in this order."""
         spans = [self.span, *(record.span for record in self.calls), self.user_span]
         return [span for span in spans if span is not None]
 
@@ -282,7 +282,7 @@ class Trajectory:
 
     @property
     def segments(self) -> list[Segment]:
-        """Each turn's sampled segment and what was written after it, in order."""
+        """Return each turn's sampled segment and what was written after it, in order."""
         return [
             segment
             for turn in self.turns
@@ -316,13 +316,13 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> list[int]:
-        """The engine's policy version of each sampled segment that has one, in order."""
+        """Return the engine's policy version of each sampled segment that has one, in order."""
         versions = [turn.segment.policy_version for turn in self.turns]
         return [version for version in versions if version is not None]
 
     @property
     def token_versions(self) -> list[int | None]:  # [C], None where not sampled
-        """The engine's policy version of each token."""
+        """Return the engine's policy version of each token."""
         return [version for segment in self.segments for version in segment.versions]
 
     # ---- views: turns, calls and times ----
@@ -333,7 +333,7 @@ class Trajectory:
 
     @property
     def turn_outputs(self) -> list[str]:  # [T]
-        """The raw text of each turn, without its end token."""
+        """Return the raw text of each turn, without its end token."""
         return [turn.text for turn in self.turns]
 
     @property
@@ -360,7 +360,7 @@ class Trajectory:
 
     @property
     def unfinished(self) -> bool:
-        """True unless the model gave its own answer or the environment was done."""
+        """Return False if the model gave its own answer or the environment was done."""
         return self.stop_reason not in (StopReason.ANSWERED, StopReason.ENVIRONMENT_DONE)
 
 

@@ -1,4 +1,4 @@
-"""B9, B10 and B15: the loop's own time and memory, with an engine that answers at once."""
+"""Measure B9, B10 and B15: the loop's own time and memory, with an engine that answers at once."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from benchmarks.work import LIMITS, NUM_TOOL_TURNS, TEXT, Setup, conversations, 
 
 
 def host_time(quick: bool) -> list[Figure]:
-    """B9: milliseconds of host time a turn, and how they grow with the trajectories."""
+    """Measure B9: milliseconds of host time per turn, and how they grow with the trajectories."""
     sizes = (8, 16) if quick else (64, 512, 4096)
     ours = setup()
     rollouts(ours, sizes[-1])  # the script is written now, which is no part of the loop
@@ -67,7 +67,7 @@ def rollouts(ours: Setup, num_tasks: int) -> None:
 
 
 def long_agents(quick: bool) -> list[Figure]:
-    """B15: host time per turn of agents with many turns and long tool results."""
+    """Measure B15: host time per turn of agents with many turns and long tool results."""
     sizes = (5, 10) if quick else (25, 200)
     ours = setup()
     words = ours.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -113,7 +113,7 @@ def long_rollouts(ours: Setup, page: str, num_turns: int) -> None:
 
 
 class LongTurns(ScriptedRolloutEngine):
-    """Every turn is a call behind many words, as fresh objects, as a real engine makes them."""
+    """Sample a call behind many words in every turn, as fresh objects like a real engine's."""
 
     num_tokens: int
 
@@ -132,7 +132,7 @@ class LongTurns(ScriptedRolloutEngine):
 
 
 def memory(quick: bool) -> list[Figure]:
-    """B10: resident memory that live trajectories add, a token; all wait in a tool when counted."""
+    """Measure B10: resident memory per token of live trajectories, all waiting in a tool."""
     num_tasks, num_tokens = (8, 500) if quick else (4096, 2000)
     ours = setup()
     engine = LongTurns(ours.tokenizer, ours.script)

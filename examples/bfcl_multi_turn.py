@@ -43,7 +43,7 @@ _CONTRADICTORY = "multi_turn_base_173"
 
 
 def load_multi_turn(num_tasks: int | None = None) -> list[Row]:
-    """The category `multi_turn_base` in the package's order, or its first `num_tasks` rows.
+    """Load the category `multi_turn_base` in the package's order, or its first `num_tasks` rows.
 
     Of its 200 rows one is left out: its ground truth does not fit its own tools.
 

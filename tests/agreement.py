@@ -1,4 +1,4 @@
-"""How far an engine's logprobs lie from those of the learner whose weights it holds."""
+"""Measure how far an engine's logprobs are from those of its learner."""
 
 import asyncio
 

@@ -109,7 +109,7 @@ def by_prompt(chat, **turns):
 
 
 def tail(chat, trajectory):
-    """What follows the prompt, as text."""
+    """Return what follows the prompt, as text."""
     return chat.tokenizer.decode(trajectory.completion_ids)
 
 
@@ -192,7 +192,7 @@ def call_record(result, span=None):
 
 
 def difference(got, expected):
-    """Where two id lists part, with ten tokens to each side; None where they are the same."""
+    """Return where two id lists differ, with ten tokens to each side; None if they don't."""
     if got == expected:
         return None
     pairs = enumerate(zip(got, expected, strict=False))
@@ -202,7 +202,7 @@ def difference(got, expected):
 
 
 def broken_invariants(trajectory, requests):
-    """What is wrong with one trajectory, given the requests that its engine got."""
+    """Return what is wrong with one trajectory, given the requests that its engine got."""
     problems = []
     ids, mask, logprobs = (
         trajectory.completion_ids,
@@ -231,7 +231,7 @@ def broken_invariants(trajectory, requests):
 
 
 def broken_properties(parsed):
-    """What is wrong with a parsed turn, whatever it was parsed from."""
+    """Return what is wrong with a parsed turn, whatever it was parsed from."""
     problems = []
     if not isinstance(parsed, ParsedTurn):
         return [f"not a ParsedTurn: {parsed!r}"]

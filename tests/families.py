@@ -399,7 +399,7 @@ def _row(name, chat):
 
 
 def _reason(error):
-    """What the error says after the name of the tokenizer, which has none here."""
+    """Return what the error says after the name of the tokenizer, which has none here."""
     return str(error).removeprefix("The chat template of '' ").partition(". ")[0]
 
 

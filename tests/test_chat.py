@@ -310,7 +310,7 @@ def test_a_response_template_that_knows_no_thinking_is_not_preferred():
 
 
 def test_the_day_changes_between_two_turns(chat):
-    """What is kept of an earlier render has another date in it."""
+    """A render that was kept has another date in it."""
     dated = dataclasses.replace(
         chat.template, text="{{ day }}" + chat.template.text, kwargs={"day": "Monday"}
     )

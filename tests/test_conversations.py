@@ -134,7 +134,7 @@ def random_batch(name, seed):
 
 
 def broken_conversation(t, log, max_model_len, limits):
-    """What is wrong with a trajectory, given all requests of its batch with what they sampled."""
+    """Return what is wrong with a trajectory, given its batch's requests and samples."""
     own = [pair for pair in log if pair[0].prompt_ids[: len(t.prompt_ids)] == t.prompt_ids]
     problems = broken_invariants(t, [request for request, _ in own])
     turns = [segment.token_ids for segment in t.segments if segment.is_sampled]

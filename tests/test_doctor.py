@@ -520,7 +520,7 @@ def test_an_engine_that_ignores_syncs(agent):
 
 
 class KeepsItsHead(TorchRolloutEngine):
-    """What a tied head comes to in an engine that holds it apart and isn't told."""
+    """Change a tied head as in an engine that holds it apart and does not load it."""
 
     def _load_weights(self, model):
         kept = self._batch.model.lm_head.weight.detach().clone()

@@ -91,7 +91,7 @@ class Agent:
         return [len(segment.token_ids) for segment in self.whole.segments]
 
     def is_beginning(self, t):
-        """Whether the ids are those of the whole story, up to where it was cut."""
+        """Return whether the ids are those of the whole story, up to where it was cut."""
         return self.whole.completion_ids[: len(t.completion_ids)] == t.completion_ids
 
 
@@ -172,7 +172,7 @@ def test_a_turn_is_cut_in_its_call(solver, num_missing):
     ],
 )
 def test_the_room_ends(solver, monkeypatch, limit, where, num_left, num_segments):
-    """What doesn't fit with a token to go on stays out of ids and messages alike."""
+    """A result that leaves no room for a token stays out of ids and messages alike."""
     num_call, num_observed, _ = solver.lengths
     room = num_call + (num_observed if num_left is None else num_left)
     room += where == "in the answer"

@@ -24,7 +24,7 @@ HUNG = "The engine hangs: it has made no progress for 10 s."
 
 
 def steps_of(engine):
-    """What has the engine's step."""
+    """Return the object that has the engine's step."""
     return engine._batch if isinstance(engine, TorchRolloutEngine) else engine._stepper._llm
 
 
@@ -141,7 +141,7 @@ def records(trainer, **where):
 
 
 def story(trainer):
-    """What each trained trajectory was, step by step."""
+    """Return each trained trajectory, step by step."""
     return [
         (r["step"], r["seed"], r["completion_ids"], r["advantage"])
         for r in records(trainer, trained=True)

@@ -405,7 +405,7 @@ def test_vllm_leaves_the_host_process_as_it_was(agent):
 
 @pytest.mark.vllm
 def test_the_device_of_the_config_is_the_gpu_that_vllm_takes():
-    """What a rank's engine relies on to share its learner's GPU; there is none here."""
+    """Check what a rank's engine relies on to share its learner's GPU; there is none here."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda", 1)))

@@ -60,7 +60,7 @@ def test_the_page_lists_every_template(capsys):
 
 
 def test_refused_templates_have_no_tool_turns():
-    """What is refused can't write calls and results: they are missing from its render."""
+    """A refused template can't write calls and results: they are missing from its render."""
     for name in set(template_names()) - set(accepted()):
         assert "does not support tools" in str(chat_of(name)), name
 
@@ -196,7 +196,7 @@ def after_result(chat, text):
 
 
 def after_error(chat, text):
-    """What a tool raised, as the runner writes it."""
+    """Return what a tool raised, as the runner writes it."""
     content = encode_result({"error": str(failure(ValueError(text)))})
     result = ToolResult(name="record", content=content, status="failed")
     return chat.suffix_ids([result], TOOLS)
@@ -212,7 +212,7 @@ def after_user(chat, text):
 
 
 def in_prompt(chat, text):
-    """What an environment shows at its reset, as part of a prompt."""
+    """Return what an environment shows at its reset, as part of a prompt."""
     return chat.prompt_ids([{"role": "user", "content": f"Look: {chat.as_data(text)}"}], TOOLS)
 
 
@@ -338,7 +338,7 @@ def test_an_end_that_only_calls_have_without_a_call_is_an_error(name, sign):
 @pytest.mark.parametrize("thinking", [None, "hmm"])
 @pytest.mark.parametrize("shape", ["answer", "call", "calls"])
 def test_messages_are_those_of_trl(name, thinking, shape):
-    """Where TRL can read this template: the same message, key for key."""
+    """The message is the same, key for key, where TRL can read this template."""
     chat = chat_of(name)
     tokenizer = families.small_tokenizer(template_text(name), family_of(name))
     tokenizer.chat_template = template_text(name.removesuffix("_training"))  # what TRL looks at

@@ -50,7 +50,7 @@ class Fuzzer:
         self._words = [encode(text).ids for text in [*SCRIPTS, *JUNK, " ", "\n"]]
 
     def completion(self):
-        """What stands before a turn, and the broken turn."""
+        """Return what is before a turn, and the broken turn."""
         before, turn = self._rng.choice(self.samples)
         ids = list(turn)
         for _ in range(self._rng.choice([1, 1, 2, 4])):

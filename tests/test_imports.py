@@ -1,4 +1,4 @@
-"""What an import loads, seen from a fresh process."""
+"""Check what an import loads, from a fresh process."""
 
 import json
 import os

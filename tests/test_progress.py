@@ -12,7 +12,7 @@ from agent_vllm.rollout import RolloutStatus, rollout_batch
 
 
 def shown(monkeypatch, term="xterm", is_terminal=False, **options):
-    """What a rollout of two trajectories leaves on a console."""
+    """Return what a rollout of two trajectories leaves on a console."""
     monkeypatch.setenv("TERM", term)
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=20)

@@ -88,7 +88,7 @@ def batches(folder):
 
 
 def logged(folder, step, name, prefix=""):
-    """What both ranks logged after a step: the same."""
+    """Return what both ranks logged after a step: the same."""
     first, second = (
         next(log[name] for log in rank["log"] if log["step"] == step and name in log)
         for rank in facts(folder)

@@ -382,7 +382,7 @@ SECRET = "sk-12ab"
 
 
 def spelled(line):
-    """What the record still says, as one text."""
+    """Return what the record still says, as one text."""
     pieces = line["token_texts"]
     tokens = "".join(pieces[str(t)] for t in line["prompt_ids"] + line["completion_ids"])
     return tokens + line.model_dump_json(exclude={"token_texts"})

@@ -1,4 +1,4 @@
-"""What a training run records and logs: fields, logprobs of shuffled rows, names of metrics."""
+"""Check a training run's record and log: fields, logprobs of shuffled rows, metric names."""
 
 import dataclasses
 import re

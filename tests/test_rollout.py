@@ -302,7 +302,7 @@ def test_parallel_results_share_what_is_left(chat, scripted):
 
 
 def test_a_turn_that_is_being_sampled_at_the_deadline_is_given_up(chat, scripted):
-    """What came before it stays; the request is taken out of the engine."""
+    """Earlier turns stay; the request is taken out of the engine."""
     engine = scripted([ADD, "never"])
     sample = engine._sample
 

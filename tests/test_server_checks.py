@@ -1,4 +1,4 @@
-"""What a vLLM server must be: whatever is wrong is an error before anything is sampled."""
+"""Check that whatever is wrong with a vLLM server is an error before anything is sampled."""
 
 import socket
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of two processes found, by engine and learner."""
+    """Return what each of two processes found, by engine and learner."""
     directory = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     script = str(TESTS / "sharded_learner.py")

@@ -1,4 +1,4 @@
-"""Which tools a dataset row offers."""
+"""Check which tools a dataset row offers."""
 
 import json
 

@@ -16,7 +16,7 @@ def span(kind, name, start_s, end_s):
 
 
 def problems(trace):
-    """What is wrong with a trace, by the trace event format."""
+    """Return what is wrong with a trace, by the trace event format."""
     found = []
     rows = {}
     for index, event in enumerate(trace["traceEvents"]):

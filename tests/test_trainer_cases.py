@@ -67,7 +67,7 @@ def cap(agent):
 
 
 def scored(trainer):
-    """What TRL trains on, from one prompt's four rows."""
+    """Return what TRL trains on, from one prompt's four rows."""
     trainer.model.train()
     return trainer._generate_and_score_completions([rows(1)[0]] * 4)
 

@@ -15,7 +15,7 @@ VESPO = {"loss_type": "vespo", "beta": 0.0}
 
 @pytest.fixture
 def parts(tmp_path):
-    """What stock TRL and the trainer here are both made of, and settings for a CPU."""
+    """Return arguments for both stock TRL and the trainer here, and settings for a CPU."""
     tokenizer = chatml_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,

@@ -147,7 +147,7 @@ def test_reasoning_and_system_prompt_are_folded(tab, tmp_path):
 
 
 def controls_named(text):
-    """What an untrained model writes holds control characters, which the page spells out."""
+    """Control characters, which an untrained model writes, are spelled out on the page."""
     names = {"\0": "NUL", "\x1b": "ESC", "\r": "CR", "\n": "\n", "\t": "\t"}
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda m: names.get(m[0], f"U+{ord(m[0]):04X}"), text)
 

@@ -1,4 +1,4 @@
-"""What the trainer's end of a weight update sends: every tensor once, in parts of bounded size."""
+"""Check the trainer's end of a weight update: every tensor once, in parts of bounded size."""
 
 import os
 

@@ -124,7 +124,7 @@ def folder():
 
 
 def stop_the_caller():
-    """What a tool on a thread could do: the process that it reaches is its own."""
+    """Do what a tool on a thread could do: the process that it reaches is its own."""
     os.kill(os.getppid(), 0)
     os.killpg(0, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer with rollouts by `agent_vllm`."""
+"""Run TRL's GRPO trainer with rollouts by `agent_vllm`."""
 
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.trainer import AgentGRPOTrainer

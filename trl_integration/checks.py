@@ -1,4 +1,4 @@
-"""What the trainer refuses, as early as possible: arguments first, then datasets, then the set-up.
+"""Refuse unsupported settings as early as possible: arguments first, then datasets, then the set-up.
 
 Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
 """

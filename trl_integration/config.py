@@ -1,4 +1,4 @@
-"""AgentGRPOConfig: TRL's `GRPOConfig` and the settings of multi-turn rollouts."""
+"""Define AgentGRPOConfig: TRL's `GRPOConfig` and the settings of multi-turn rollouts."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""The rollout engine through a training run: built from the learner, synced, replaced when dead, closed.
+"""Keep a rollout engine through a training run: build it from the learner, sync, replace and close it.
 
 Owns when weights are synced to the engine, and what a dead engine means for the run. Invariant:
 `ensure_current` leaves a live engine on the learner's current weights, or ends the run. Processes

@@ -1,7 +1,7 @@
-"""EngineMixin: a TRL trainer that keeps a rollout engine on its model's weights.
+"""Keep a TRL trainer's rollout engine on its model's weights.
 
 Owns the methods of [`~transformers.Trainer`] at which weights or checkpoints change. Invariant: after
-an optimizer step, before training and before an evaluation, the engine is told.
+an optimizer step, before training and before an evaluation, the engine is synced or marked stale.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The tools, the environment and the simulated user of each dataset row.
+"""Find the tools, the environment and the simulated user of each dataset row.
 
 Owns how they are checked before training and found by row. Invariant: trouble in making one of them
 ends its own trajectory only.
@@ -43,7 +43,7 @@ class RowTools:
 
     @property
     def names(self) -> list[str]:
-        """The names that every row may offer."""
+        """Return the names that every row may offer."""
         return list(self._tools)
 
     def of(self, row: Row) -> ToolFunctions:
@@ -125,7 +125,7 @@ class RowEnvironments:
 
     @property
     def reward_types(self) -> Sequence[type]:
-        """Types of environments that have a `get_reward`."""
+        """Return the types of environments that have a `get_reward`."""
         return [] if self._environments is None else self._environments.reward_types
 
     def start(self, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> None:
@@ -148,7 +148,7 @@ class RowEnvironments:
 
     @property
     def errors(self) -> list[str | None]:
-        """Why a row has no environment, per row; None where it has one or needs none."""
+        """Return per row why it has no environment; None where it has one or needs none."""
         return [started.error for started in self._started] or [None] * len(self._rows)
 
     def score(
@@ -204,7 +204,7 @@ def _check_rows(environments: Environments, argument: str, dataset: Dataset) -> 
 
 
 class RowUser:
-    """A row's simulated user, built on its first call, so that an error in building it ends only its trajectory."""
+    """Build a row's simulated user on its first call, so that an error in building it ends only its trajectory."""
 
     def __init__(self, user_of_row: UserOfRow, row: Mapping[str, Any]) -> None:
         self._user_of_row = user_of_row

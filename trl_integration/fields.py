@@ -1,4 +1,4 @@
-"""Trajectories as the fields of TRL's trainers, and where every sampled token went.
+"""Convert trajectories to the fields of TRL's trainers, and account for every sampled token.
 
 Invariants: `tool_mask` is 1 exactly where a token was sampled and may be trained; sampled tokens =
 trained + truncated + failed + unscorable, where trained tokens are counted in the loss's mask.
@@ -13,7 +13,7 @@ from agent_vllm.types import Trajectory
 
 
 class Exclusion(StrEnum):
-    """Why no token of a trajectory is trained."""
+    """Name the reason that no token of a trajectory is trained."""
 
     FAILED = "failed"  # its engine, user or environment failed
     TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
@@ -22,7 +22,7 @@ class Exclusion(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TRLFields:
-    """One list entry per row, in the order of the trajectories.
+    """Hold one list entry per row, in the order of the trajectories.
 
     Legend: P prompt tokens, C completion tokens of the row.
     """

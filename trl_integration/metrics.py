@@ -1,4 +1,4 @@
-"""Metrics of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
+"""Compute metrics of a rollout for TRL's log, over all processes. `docs/metrics.md` defines each.
 
 Names follow TRL's where TRL has one. Invariant: the figures of all processes are gathered once,
 after the rollout.
@@ -33,7 +33,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Figures:
-    """The figures of one process."""
+    """Hold the figures of one process."""
 
     rows: list[list[float]]  # by `_COLUMNS`
     reasons: list[str]

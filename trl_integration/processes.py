@@ -1,4 +1,4 @@
-"""How the processes of a run meet."""
+"""Gather values over the processes of a run."""
 
 from typing import cast
 

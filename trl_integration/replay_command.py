@@ -1,4 +1,4 @@
-"""The command `agent-vllm replay`: it needs TRL's loss, so it belongs to this package."""
+"""Run the command `agent-vllm replay`. It needs TRL's loss, so it belongs to this package."""
 
 import argparse
 import inspect

@@ -1,4 +1,4 @@
-"""Reward functions: the columns they get, and the trajectories they never see.
+"""Call reward functions with their columns, and keep failed trajectories from them.
 
 Invariant: no reward function sees a trajectory that failed, and its rewards reach the rows that it
 was given.
@@ -74,7 +74,7 @@ def without_failures(function: Any) -> Any:
 
 
 class _Rows:
-    """The columns of a batch without the rows of failed trajectories."""
+    """Hold the columns of a batch without the rows of failed trajectories."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         reasons = columns["stop_reason"]

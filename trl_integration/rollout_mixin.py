@@ -1,4 +1,4 @@
-"""RolloutMixin: what any on-policy TRL trainer needs of a rollout by an `agent_vllm` engine.
+"""Run the rollouts of any on-policy TRL trainer with an `agent_vllm` engine.
 
 Owns the life of a [`TrainingRollout`]: begun from TRL's rows, sampled, scored, recorded, and taken out of
 the loss's mask where it must not be trained. The trainer that it is mixed into says where in TRL's
@@ -120,12 +120,12 @@ class RolloutMixin(EngineMixin):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories of the latest rollout on this process."""
+        """Return the trajectories of the latest rollout on this process."""
         return self.rollout.trajectories
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds that all rollouts and weight syncs so far took."""
+        """Return the seconds that all rollouts and weight syncs so far took."""
         return {"rollout": self._rollout_seconds, "sync": self.engine_life.sync_seconds}
 
     # ---- one rollout, in the order in which TRL's methods call these ----

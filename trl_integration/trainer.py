@@ -1,4 +1,4 @@
-"""AgentGRPOTrainer: TRL's GRPO trainer with rollouts by an `agent_vllm` engine.
+"""Train with TRL's GRPO trainer and rollouts by an `agent_vllm` engine.
 
 Owns where in TRL's GRPO code a rollout begins, is sampled, scored and compared with the learner. TRL
 does the rest: advantages, loss, logging, saving. Invariant: the old log-probabilities of the ratio are

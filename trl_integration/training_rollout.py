@@ -1,4 +1,4 @@
-"""TrainingRollout: the state of one rollout between the methods that TRL calls.
+"""Hold the state of one rollout between the methods that TRL calls.
 
 Invariant: who is excluded from training is decided here, from the ending of a trajectory and from
 its rewards, and read everywhere else.
@@ -92,5 +92,5 @@ class RolloutSeeds:
         return random.Random(f"{self._run}/{key}/{number}").getrandbits(63)
 
     def give_back(self) -> None:
-        """Give the latest seed to the next rollout, which is the same one once more."""
+        """Give the latest seed to the next rollout, which retries it."""
         self._rollout_at = {key: number - 1 for key, number in self._rollout_at.items()}

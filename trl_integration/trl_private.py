@@ -1,4 +1,4 @@
-"""The private methods and attributes of TRL that this package overrides, and why.
+"""List the private methods and attributes of TRL that this package overrides, and why.
 
 Owns the digest of each overridden method in the TRL that was tested. Invariant: whatever the trainer
 overrides stands here; `changes` names what an installed TRL has altered.
@@ -17,7 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """One private method of TRL that is overridden or repeated here."""
+    """Describe one private method of TRL that is overridden or repeated here."""
 
     owner: type
     name: str
@@ -28,7 +28,7 @@ class Override:
 
     @property
     def current_digest(self) -> str | None:
-        """The digest of the installed method; None if there is none."""
+        """Return the digest of the installed method; None if there is none."""
         method = getattr(self.owner, self.name, None)
         return None if method is None else source_digest(method, self.lines_with)
 

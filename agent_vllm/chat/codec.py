@@ -18,7 +18,7 @@ _SEAM = "\ufdd0"  # a noncharacter: the text is encoded apart on its two sides
 
 @dataclasses.dataclass(frozen=True)
 class TokenCodec:
-    """Text to ids and back, without the tokenizer's extras."""
+    """Convert text to ids and back, without the tokenizer's extras."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -64,7 +64,7 @@ class TokenCodec:
 
     @functools.cached_property
     def _control_text(self) -> re.Pattern[str]:
-        """Matches before every place where the text of an added token begins."""
+        """Return a pattern that matches before every place where an added token's text begins."""
         texts = sorted(map(re.escape, self.added_tokens), key=len, reverse=True)
         return re.compile(f"(?={'|'.join(text for text in texts if len(text) > 1)})")
 

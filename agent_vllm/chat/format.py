@@ -32,7 +32,7 @@ _HEADER_TOKENS = 64  # enough of a prompt to show the header of the turn that it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """Turns conversations into token ids and back, as one tokenizer's chat template writes them.
+    """Turn conversations into token ids and back, as one tokenizer's chat template writes them.
 
     Build it with `ChatFormat.from_tokenizer`, which checks the template.
 
@@ -111,22 +111,22 @@ class ChatFormat:
 
     @functools.cached_property
     def codec(self) -> TokenCodec:
-        """Text to ids and back, exactly."""
+        """Convert text to ids and back, exactly."""
         return TokenCodec(self.tokenizer)
 
     @property
     def turn_end_id(self) -> int | None:
-        """The token that the template writes after a turn with calls; None where there is none."""
+        """Return the token that ends a turn with calls; None where the template has none."""
         return self.marks.turn_end_id
 
     @property
     def chat_template(self) -> str:
-        """The Jinja text in use."""
+        """Return the Jinja text in use."""
         return self.template.text
 
     @property
     def thinking_switch(self) -> str | None:
-        """The template's own name for its thinking switch; None where it has none."""
+        """Return the template's own name for its thinking switch; None where it has none."""
         return self.template.thinking_switch
 
     def with_thinking(self, thinking: bool) -> "ChatFormat":

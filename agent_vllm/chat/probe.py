@@ -27,7 +27,7 @@ _PROBE_TOOL: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TurnMarks:
-    """The control tokens that a template writes around assistant turns.
+    """Hold the control tokens that a template writes around assistant turns.
 
     Attributes:
         turn_end_id: the token that ends a turn with calls; None where there is none.
@@ -50,7 +50,7 @@ class TurnMarks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateProbe:
-    """Looks at the token ids of the turns that a template writes.
+    """Look at the token ids of the turns that a template writes.
 
     Attributes:
         end_token_ids: end tokens known beforehand, from the tokenizer and the caller.

@@ -1,4 +1,4 @@
-"""The engine interface: token ids in, sampled token ids with their logprobs out.
+"""Define the engine interface: token ids in, sampled token ids with their logprobs out.
 
 Owns what all engines share: which requests and completions are valid, and the tensor interface on
 top of single sequences. Knows nothing of chats or tools.
@@ -51,7 +51,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """What `RolloutEngine.rollout` returns; the G rows of a prompt stand together.
+    """Hold the result of `RolloutEngine.rollout`; the G rows of a prompt stand together.
 
     Legend: B prompts, G generations each, P padded prompt length, R longest completion.
     """
@@ -66,7 +66,7 @@ class RolloutResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """Counts of what an engine has done since it was built."""
+    """Count what an engine has done since it was built."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found in the prefix cache
@@ -84,7 +84,7 @@ class EngineStats:
 
 
 class RolloutEngine(ABC):
-    """Samples sequences with one policy whose weights can be replaced.
+    """Sample sequences with one policy whose weights can be replaced.
 
     Subclasses implement `_sample` and `_load_weights`; the checks live here.
 
@@ -116,7 +116,7 @@ class RolloutEngine(ABC):
         self.policy_version = 0
         self.num_synced_bytes = 0
         self._seeds = random.Random(seed)
-        # One int object an id: a fresh one for each sampled token would be 32 bytes.
+        # One int object per id: a fresh one for each sampled token would be 32 bytes.
         self._shared_ids = list(range(vocab_size))
 
     @abstractmethod
@@ -129,7 +129,7 @@ class RolloutEngine(ABC):
 
     @property
     def death(self) -> str | None:
-        """Why the engine is dead, or None while it is alive."""
+        """Return why the engine is dead, or None while it is alive."""
         return None
 
     def stats(self) -> EngineStats | None:
@@ -221,7 +221,7 @@ class RolloutEngine(ABC):
         """Drop what is kept for this trajectory; it has ended."""
 
     def next_seed(self) -> int:
-        """A fresh seed from the engine's own stream, which its `seed` began."""
+        """Return a fresh seed from the engine's own stream, which its `seed` began."""
         return self._seeds.getrandbits(31)
 
     def update_policy(self, model: PreTrainedModel) -> int:
@@ -341,7 +341,7 @@ class RolloutEngine(ABC):
 def ends_on_string(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], strings: Sequence[str]
 ) -> bool:
-    """Whether the text of the ids has one of the strings at its end, in the last token's reach."""
+    """Return whether the text of the ids ends on one of the strings, in the last token's reach."""
     if not strings:
         return False
     # Every token but those inside a character adds at least one; a character has up to four bytes.

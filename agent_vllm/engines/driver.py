@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
-    """The engine that a driver steps. Every method is called on the driver's thread."""
+    """Define the engine that a driver steps. Every method is called on the driver's thread."""
 
     def add(self, request: GenerationRequest) -> None: ...
 
@@ -51,7 +51,7 @@ class StepEngine(Protocol):
 
 
 class StepDriver:
-    """Drives a `StepEngine`. Its thread starts with the first use and sleeps when idle.
+    """Drive a `StepEngine`. Its thread starts with the first use and sleeps when idle.
 
     Args:
         hang_s: seconds without progress after which the engine is dead; None disables it. Errands
@@ -83,7 +83,7 @@ class StepDriver:
 
     @property
     def death(self) -> str | None:
-        """Why the engine is dead, or None while it is alive."""
+        """Return why the engine is dead, or None while it is alive."""
         return self._death
 
     def note_progress(self) -> None:

@@ -1,4 +1,4 @@
-"""TorchRolloutEngine: plain PyTorch sampling, the reference that tests compare against.
+"""Sample with plain PyTorch: the engine that tests compare against.
 
 Owns a readable generation loop over a batch with a key/value cache. It generates whole batches:
 requests that arrive during one wait for the next. Invariant: a row's tokens depend only on its own
@@ -43,7 +43,7 @@ from agent_vllm.types import Completion
 
 
 class TorchRolloutEngine(RolloutEngine):
-    """Samples from a transformers model in this process.
+    """Sample from a transformers model in this process.
 
     Built from a model, it shares that module, adapters included, so an update costs nothing. It
     generates in eval mode and restores the model's mode. A sharded learner can't run inside a
@@ -147,7 +147,7 @@ def _like(learner: PreTrainedModel) -> PreTrainedModel:
 
 
 class _WholeBatches:
-    """The driver's engine: each step samples all waiting requests to their end."""
+    """Step for the driver: each step samples all waiting requests to their end."""
 
     def __init__(
         self,

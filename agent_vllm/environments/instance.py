@@ -22,7 +22,7 @@ class EnvironmentFailed(Exception):
 
 
 class Instance:
-    """An environment with its threads: one for sync methods, one with a loop for async ones.
+    """Hold an environment with its threads: one for sync methods, one with a loop for async ones.
 
     Attributes:
         environment: what the factory made.
@@ -57,7 +57,7 @@ class Instance:
 
     @property
     def kind(self) -> Kind:
-        """What the environment's class offers.
+        """Return what the environment's class offers.
 
         Raises:
             EnvironmentFailed: the class can't be used; says why.
@@ -152,7 +152,7 @@ class Instance:
             raise
 
     def close(self) -> None:
-        """End its threads once they are free; returns at once."""
+        """End the threads once they are free; returns at once."""
         if self._worker is not None:
             self._worker.stop()
         if self._loop is not None and not self._loop.is_stuck:

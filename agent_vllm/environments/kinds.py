@@ -17,7 +17,7 @@ LIFECYCLE = ("reset", "get_tools", "get_reward", "get_user_message")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The methods of a class of environments.
+    """List the methods of a class of environments.
 
     Attributes:
         schemas: schemas of the methods that the model may call, by name.

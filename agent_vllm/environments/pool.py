@@ -1,4 +1,4 @@
-"""Environments: stateful worlds with their own tools, as TRL's `environment_factory` makes them.
+"""Keep environments: stateful worlds with their own tools, made by TRL's `environment_factory`.
 
 Owns the instances, one per trajectory: makes, resets, scores and reuses them. Knows nothing of
 datasets and trainers. Invariant: whatever an instance does affects its own trajectory only, and an
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedEnvironment:
-    """One trajectory's environment after its `reset`; each field is an argument of a rollout.
+    """Hold one trajectory's environment after its `reset`; each field is an argument of a rollout.
 
     Attributes:
         messages: the row's prompt, with the text of `reset` at the end of its last message.
@@ -45,7 +45,7 @@ class StartedEnvironment:
 
 
 class Environments:
-    """Instances of one or several kinds of environment.
+    """Keep instances of one or several kinds of environment.
 
     A kind is a class with `reset(**row)`, which returns None or text for the prompt. Its public
     methods with type hints and docstrings are tools. It may have `get_tools()` (further tools,
@@ -114,12 +114,12 @@ class Environments:
 
     @property
     def reward_types(self) -> list[type]:
-        """The classes that score their trajectories, in the order of their factories."""
+        """Return the classes that score their trajectories, in the order of their factories."""
         return list(dict.fromkeys(type(e) for e in self.examples.values() if kind_of(e).has_reward))
 
     @property
     def have_users(self) -> bool:
-        """Whether some kind has a simulated user."""
+        """Return whether some kind has a simulated user."""
         return any(kind_of(example).has_user for example in self.examples.values())
 
     def tool_names(self, name: str | None) -> list[str]:

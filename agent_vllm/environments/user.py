@@ -1,4 +1,4 @@
-"""The messages of a simulated user: asked for after an answer, written by the template.
+"""Ask a simulated user for messages after an answer, and write them by the template.
 
 Owns how a user is asked and which ids its message adds. Invariant: those ids extend what was
 sampled; nothing before them changes.

@@ -1,4 +1,4 @@
-"""The Parquet form of a record: one row per trajectory."""
+"""Convert records to Parquet's form and back: one row per trajectory."""
 
 import json
 from collections.abc import Iterator

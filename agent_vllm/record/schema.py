@@ -1,4 +1,4 @@
-"""The format of recorded rollouts, schema 3: one model, which checks what is written and read.
+"""Define the format of recorded rollouts, schema 3: one model checks what is written and read.
 
 `docs/records.md` describes the fields. Invariant: a record has every field, and either no learner
 logprobs or one per completion token.
@@ -74,7 +74,7 @@ class RolloutRecord(RunFields):
 
     @cached_property
     def trajectory(self) -> Trajectory:
-        """The trajectory that was recorded."""
+        """Return the trajectory that was recorded."""
         return Trajectory(
             prompt_ids=self.prompt_ids,
             turns=self.turns,

@@ -1,4 +1,4 @@
-"""Rollouts of a batch: one coroutine per trajectory, each at its own pace.
+"""Roll out a batch: one coroutine per trajectory, each at its own pace.
 
 The engine batches all that wait for a token; there is no barrier between turns. Invariant: every
 trajectory that was asked for is returned, in order, whatever happens to the others.

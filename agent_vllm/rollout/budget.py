@@ -1,4 +1,4 @@
-"""The limit arithmetic of a trajectory: tokens left, time left, and which limit ends it.
+"""Compute what is left of a trajectory's limits: tokens, time, and which limit ends it.
 
 Pure: every function is told what was used and returns what is left. Knows no engine and no clock.
 """
@@ -63,18 +63,18 @@ class Budget:
 
     @property
     def completion_left(self) -> int:
-        """Tokens left of `max_completion_tokens`; those of the context if it is not set."""
+        """Return what is left of `max_completion_tokens`; of the context if it is not set."""
         limit = self.limits.max_completion_tokens
         return self.context_left if limit is None else limit - self.used.num_completion_tokens
 
     @property
     def room(self) -> int:
-        """Tokens that can still be sampled or observed."""
+        """Return the tokens that can still be sampled or observed."""
         return min(self.completion_left, self.context_left)
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that the next turn may sample."""
+        """Return the tokens that the next turn may sample."""
         limit = self.limits.max_new_tokens
         return self.room if limit is None else min(limit, self.room)
 
@@ -82,13 +82,13 @@ class Budget:
 
     @property
     def time_left_s(self) -> float | None:
-        """Seconds until the trajectory's deadline; None without one."""
+        """Return the seconds until the trajectory's deadline; None without one."""
         deadline_s = self.limits.deadline_s
         return None if deadline_s is None else max(deadline_s - self.used.elapsed_s, 0.0)
 
     @property
     def turn_time_left_s(self) -> float | None:
-        """Seconds until this turn's deadline or the trajectory's, whichever comes first."""
+        """Return the seconds until the first deadline, this turn's or the trajectory's."""
         limit_s, time_left_s = self.limits.turn_deadline_s, self.time_left_s
         if limit_s is None:
             return time_left_s
@@ -126,7 +126,7 @@ class Budget:
 
     @property
     def tightest(self) -> StopReason:
-        """The token limit that is reached first."""
+        """Return the token limit that is reached first."""
         if self.completion_left < self.context_left:
             return StopReason.COMPLETION_BUDGET
         return StopReason.CONTEXT_FULL

@@ -1,4 +1,4 @@
-"""One trajectory's story: check limits, sample, parse, run tools, append.
+"""Tell one trajectory's story: check limits, sample, parse, run tools, append.
 
 Owns the order of these steps; `budget.py` does the arithmetic of limits. Knows of no other
 trajectory. Invariant: every turn's prompt is all ids so far, and the story ends with one

@@ -1,4 +1,4 @@
-"""Tool results made to fit what a trajectory has left.
+"""Cut tool results to fit what a trajectory has left.
 
 Pure: knows no engine and no clock. Invariant: what is returned fits, or nothing is returned.
 """

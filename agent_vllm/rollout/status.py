@@ -1,4 +1,4 @@
-"""The progress of a rollout. The rollout writes it; whoever shows progress reads it."""
+"""Hold the progress of a rollout. The rollout writes it; whoever shows progress reads it."""
 
 import time
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class RolloutStatus:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to go at the pace so far; None before the first trajectory has finished."""
+        """Return the seconds to go at the pace so far; None before a trajectory has finished."""
         if self.num_finished == 0:
             return None
         num_left = self.num_trajectories - self.num_finished
@@ -38,7 +38,7 @@ class RolloutStatus:
 
     @property
     def slowest_call(self) -> tuple[str, float] | None:
-        """The name and the seconds of the running tool call that started first."""
+        """Return the name and the seconds of the running tool call that started first."""
         for name, start_s in list(self.running_calls.values()):  # in order of their start
             return name, time.monotonic() - start_s
         return None

@@ -101,7 +101,7 @@ def _place_of(tool: Tool) -> dict[str, Any]:
 
 
 class _IsolatedCall:
-    """Takes the function's place: sends each call to a worker."""
+    """Take the function's place: send each call to a worker."""
 
     def __init__(self, sent: dict[str, Any], variables: tuple[str, ...], warm: bool) -> None:
         self._sent = sent
@@ -161,7 +161,7 @@ class _IsolatedCall:
 
 
 class _Worker:
-    """A process that forks for each call, one at a time. Belongs to no event loop."""
+    """Fork a process for each call, one at a time. Belongs to no event loop."""
 
     def __init__(self, variables: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()

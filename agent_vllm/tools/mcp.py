@@ -28,7 +28,7 @@ _MAX_PAGES = 100
 
 
 class McpTools(Sequence[Tool]):
-    """The tools of one server, in its order. Closed by `close`, by `with`, or when Python exits.
+    """Offer the tools of one server, in its order. `close`, `with` or Python's exit ends it.
 
     ```python
     with McpTools(command=["npx", "-y", "@modelcontextprotocol/server-memory"]) as tools:
@@ -108,7 +108,7 @@ class McpTools(Sequence[Tool]):
 
 
 class _Session:
-    """Runs the client on a thread of its own; it must end in the task in which it began."""
+    """Run the client on a thread of its own; it must end in the task in which it began."""
 
     def __init__(
         self,

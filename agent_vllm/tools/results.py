@@ -131,7 +131,7 @@ def _frame(value: Any) -> Any:
 
 
 def _sorted(items: Collection[Any]) -> list[Any]:
-    """In an order that doesn't depend on hashes."""
+    """Sort in an order that doesn't depend on hashes."""
     kinds = {type(item) for item in items}
     if kinds <= {int, float} or kinds == {str}:
         return sorted(items)

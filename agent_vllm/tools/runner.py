@@ -20,7 +20,7 @@ _FIRST_RETRY_S = 0.1  # doubles with every further one
 
 
 class ToolRunner:
-    """Runs calls concurrently: sync tools on threads, async tools on one event loop of their own.
+    """Run calls concurrently: sync tools on threads, async tools on one event loop of their own.
 
     A call that times out is answered at once. Its async task is cancelled. Its thread is
     interrupted: a Python loop ends, and a thread inside C code (a sleep, a lock) ends when that
@@ -125,7 +125,7 @@ class ToolRunner:
 
 
 class _Gate(contextlib.AbstractAsyncContextManager[None]):
-    """Holds one tool's own limits while a call of it runs."""
+    """Hold one tool's own limits while a call of it runs."""
 
     def __init__(self, tool: Tool) -> None:
         self._slots = asyncio.Semaphore(tool.max_concurrency) if tool.max_concurrency else None

@@ -1,4 +1,4 @@
-"""Which tools a dataset row offers: all tools, or those that its `tools` column names."""
+"""Select the tools of a dataset row: all tools, or those that its `tools` column names."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from agent_vllm.tools.tool import Tool
 
 
 def select_tools(column: Any, tools: Mapping[str, Tool]) -> list[Tool]:
-    """The row's tools.
+    """Return the row's tools.
 
     Args:
         column: the row's `tools` value: None for all tools, else a list of names or of JSON schemas

@@ -23,7 +23,7 @@ _TYPED_ARGUMENT = re.compile(r"^(\s*)(\w+)\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:",
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tool:
-    """A function that the model may call.
+    """Describe a function that the model may call.
 
     Attributes:
         schema: what the chat template sees, `{"type": "function", "function": {"name",
@@ -62,7 +62,7 @@ class Tool:
 
     @functools.cached_property
     def schema_text(self) -> str:
-        """The schema as JSON; the same for tools that the model can't tell apart."""
+        """Return the schema as JSON; the same for tools that the model can't tell apart."""
         return json.dumps(dict(self.schema))
 
     @functools.cached_property

@@ -57,7 +57,7 @@ async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | No
 
 
 class Worker:
-    """A thread that runs one sync call after another.
+    """Run one sync call after another on a thread.
 
     Once the caller stops waiting for the running call, the worker is given up: its thread is
     interrupted, queued calls are refused, and another worker must take over.
@@ -131,7 +131,7 @@ class Worker:
 
 
 class LoopThread:
-    """An event loop on its own thread, so that a coroutine that never yields stalls no rollout.
+    """Run an event loop on its own thread, so that a coroutine that never yields stalls no rollout.
 
     Attributes:
         is_stuck: a coroutine holds the loop and can't be interrupted. Use another one.

@@ -1,4 +1,4 @@
-"""Trajectories to tensors. Padding happens here and nowhere else in this package.
+"""Turn trajectories into tensors. Padding happens here and nowhere else in this package.
 
 Invariant: padding comes from lengths, never from comparing ids with the pad id.
 
@@ -17,7 +17,7 @@ from agent_vllm.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """What a learner needs, right-padded; column i of the last two predicts token i + 1."""
+    """Hold a learner's tensors, right-padded; column i of the last two predicts token i + 1."""
 
     input_ids: torch.Tensor  # [B, T] int64
     attention_mask: torch.Tensor  # [B, T] int64, 1 on real tokens
@@ -26,7 +26,7 @@ class TrainingBatch:
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:
-    """Pad and shift.
+    """Pad the trajectories and shift mask and logprobs.
 
     With the prompt [A, B, C] and the sampled [D, E]:
 
@@ -62,7 +62,7 @@ def pad_rows(
     value: int | float,
     side: Literal["left", "right"] = "right",
 ) -> torch.Tensor:
-    """Rows of any lengths to one tensor `[B, longest]`: int64 for an int `value`, else float32."""
+    """Pad rows to one tensor `[B, longest]`: int64 for an int `value`, else float32."""
     dtype = torch.long if isinstance(value, int) else torch.float32
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(

@@ -1,4 +1,4 @@
-"""The arithmetic of next-token logprobs: the shift, gathering, masked means, the engine's gap.
+"""Compute next-token logprobs: the shift, gathering, masked means, the engine's gap.
 
 Invariant: column i of a shifted tensor belongs to the prediction of `input_ids[:, i + 1]`.
 
@@ -11,7 +11,7 @@ import torch
 
 
 def shift(per_token: torch.Tensor) -> torch.Tensor:
-    """From one value a token to one value a prediction: logits at t score token t + 1.
+    """Turn one value per token into one value per prediction: logits at t score token t + 1.
 
     Args:
         per_token: `[B, T]`, any dtype; column t belongs to token t.
@@ -26,7 +26,7 @@ def shift(per_token: torch.Tensor) -> torch.Tensor:
 def predicted_logprobs(
     logits: torch.Tensor, input_ids: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Logprobs of the tokens that followed, under the distribution that is sampled from.
+    """Return the logprobs of the tokens that followed, under the distribution that is sampled from.
 
     Args:
         logits: `[B, T, V]`; position t scores token t + 1.
@@ -42,7 +42,7 @@ def predicted_logprobs(
 def gather_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log-softmax(logits / temperature) at `token_ids`, in float32.
+    """Return log-softmax(logits / temperature) at `token_ids`, in float32.
 
     Args:
         logits: `[..., V]`.
@@ -58,16 +58,16 @@ def gather_logprobs(
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of `values` `[...]` where `mask` `[...]` is set, a scalar; 0 where it is set nowhere."""
+    """Return the mean of `values` `[...]` where `mask` `[...]` is set; 0 if it is set nowhere."""
     mask = mask.bool()
     return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobGap:
-    """How far the engine's logprobs are from the learner's, over sampled tokens, in nats.
+    """Hold the distance of the engine's logprobs from the learner's, over sampled tokens, in nats.
 
-    `kl` estimates KL(engine || learner) a token by k3 = r - 1 - log r with r = learner / engine
+    `kl` estimates KL(engine || learner) per token by k3 = r - 1 - log r with r = learner / engine
     (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
     """
 

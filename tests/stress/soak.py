@@ -152,7 +152,7 @@ def script(tokenizer: Any, chat: ChatFormat) -> Callable[[GenerationRequest], li
 
 
 def problems(case: Case, t: Trajectory, text_of: Callable[[list[int]], str]) -> list[str]:
-    """What is wrong with it; empty where it is whole, its own, and ended as it should."""
+    """Return what is wrong with it; empty where it is whole, its own, and ended as it should."""
     found = []
     if t.messages[:1] != case.messages or case.question not in text_of(t.prompt_ids):
         found.append("has another prompt")
@@ -188,7 +188,7 @@ def is_unexplained(result: ToolResult) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What this process holds of the machine."""
+    """Count what this process holds of the machine."""
 
     threads: int
     processes: int
@@ -216,7 +216,7 @@ class Held:
 
 
 def settled(before: Held) -> Held:
-    """What is held once the threads that nobody waits for have ended."""
+    """Return what is held once the threads that nobody waits for have ended."""
     give_up = time.monotonic() + SETTLE_S
     held = Held.now()
     while held.grown_since(before) and time.monotonic() < give_up:
@@ -230,7 +230,7 @@ def settled(before: Held) -> Held:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a soak came to."""
+    """Hold the results of a soak."""
 
     num_trajectories: int = 0
     reasons: Counter[StopReason] = field(default_factory=Counter)
@@ -297,7 +297,7 @@ def roll(
 
 
 def failures(outcome: Outcome, num_trajectories: int) -> list[str]:
-    """Why the soak failed; empty where it did not."""
+    """Return why the soak failed; empty where it did not."""
     assert outcome.before is not None and outcome.after is not None
     found = outcome.problems[:20]
     if num_trajectories != outcome.num_trajectories:

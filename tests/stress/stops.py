@@ -101,7 +101,7 @@ def left_in_session(session: int) -> list[str]:
 
 
 def problems(folder: Path, status: int | None, child: int) -> list[str]:
-    """What a stopped run left that is not as it should be."""
+    """Return what a stopped run left that is not as it should be."""
     found = []
     log = folder.with_suffix(".log").read_text(errors="replace")
     if status != 1:
@@ -122,7 +122,7 @@ def problems(folder: Path, status: int | None, child: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When a run is stopped, and how."""
+    """Say when a run is stopped, and how."""
 
     in_training: bool  # else while it starts
     after_s: float
@@ -172,7 +172,7 @@ def stop_once(folder: Path, moment: Moment, patience_s: float) -> tuple[str, lis
 
 
 def stop_at_random(num_moments: int, seed: int = 0, patience_s: float = 10.0) -> int:
-    """How many of the moments were bad; prints each."""
+    """Return how many of the moments were bad; prints each."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     choice, num_bad = Random(seed), 0

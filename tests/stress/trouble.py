@@ -1,4 +1,4 @@
-"""What goes wrong in a soak, by kind: tools on threads, on the loop and in processes; users.
+"""Make things go wrong in a soak, by kind: tools on threads, on the loop and in processes; users.
 
 Owns what each kind does; faults of engines are `stress.faults.Fault`. What a tool says bears
 the number of its trajectory, so that a result that went astray shows.

@@ -1,4 +1,4 @@
-"""What goes wrong in a process of its own. Apart, as every worker imports this module."""
+"""Make things go wrong in a process of its own. Apart, as every worker imports this module."""
 
 import os
 import sys

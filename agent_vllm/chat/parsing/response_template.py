@@ -23,7 +23,7 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class ResponseTemplateParser:
-    """A parser made from `tokenizer.response_template`.
+    """Parse turns by `tokenizer.response_template`.
 
     Args:
         template: the response template, a mapping as transformers documents it.
@@ -116,7 +116,7 @@ class ResponseTemplateParser:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tags:
-    """Reads calls whose arguments are tags, such as `<parameter=city>Oslo</parameter>`.
+    """Read calls whose arguments are tags, such as `<parameter=city>Oslo</parameter>`.
 
     transformers uses one pattern for them, whose time is cubic in the length of white space.
     """
@@ -173,7 +173,7 @@ def _check_gap(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LooseJson:
-    """Reads calls in JSON with unquoted keys and marks around text, such as `{city:|Oslo|}`.
+    """Read calls in JSON with unquoted keys and marks around text, such as `{city:|Oslo|}`.
 
     transformers takes time quadratic in the number of marks. Python's None, which templates write
     too, is null.
@@ -227,7 +227,7 @@ class _Field:
 
 
 class _Finder:
-    """Finds the next opening of one field; scans each character once, as positions only grow."""
+    """Find the next opening of one field; scans each character once, as positions only grow."""
 
     def __init__(self, field: _Field, text: str) -> None:
         self._field = field

@@ -26,7 +26,7 @@ class SampledTurn:
 
     @property
     def starts_in_thinking(self) -> bool:
-        """Whether the prompt ends inside a `<think>` block that this turn continues."""
+        """Return whether the prompt ends inside a `<think>` block that this turn continues."""
         return self.prefix.rstrip().endswith("<think>")
 
 

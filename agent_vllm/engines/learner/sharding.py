@@ -22,7 +22,7 @@ _FSDP1_WRAPPED = "_fsdp_wrapped_module"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightUnit:
-    """Weights that are read together: usually one tensor, with its name.
+    """Hold weights that are read together: usually one tensor, with its name.
 
     Attributes:
         meta: name to a meta tensor of the global shape.

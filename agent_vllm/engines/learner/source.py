@@ -27,7 +27,7 @@ from agent_vllm.engines.models import end_token_ids, merge_end_token_ids
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What is known about an engine's model before the engine is built."""
+    """Describe an engine's model before the engine is built."""
 
     path: str | None  # None: built from the config; weights follow
     config: PreTrainedConfig

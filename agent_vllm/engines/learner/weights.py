@@ -1,4 +1,4 @@
-"""A learner's weights under their plain names, as one value per sync.
+"""Read a learner's weights under their plain names, as one value per sync.
 
 Owns the way from any supported learner to `(name, tensor)`, and the check of names and shapes.
 Loading them is each engine's own. A learner may be wrapped by DDP, DeepSpeed, `torch.compile` and
@@ -29,7 +29,7 @@ NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
 
 
 class LearnerWeights:
-    """The weights of a learner as it is now. Build a new one for each sync.
+    """Read the weights of a learner as it is now. Build a new one for each sync.
 
     If the learner is sharded, reading values is a collective call: every rank must iterate, in the
     same order. A rank that needs no values calls `join_gathers`. An iterator that is closed early
@@ -56,40 +56,40 @@ class LearnerWeights:
 
     @cached_property
     def is_sharded(self) -> bool:
-        """Whether reading or running the model is a collective call."""
+        """Return whether reading or running the model is a collective call."""
         return is_sharded(self.model)
 
     @cached_property
     def is_quantised(self) -> bool:
-        """Whether the base weights are quantised: an engine can load them but not replace them."""
+        """Return whether the base weights are quantised, so an engine can't replace them."""
         has_integers = any(not p.is_floating_point() for p in self.model.parameters())
         return has_integers or getattr(self.model.config, "quantization_config", None) is not None
 
     @cached_property
     def why_not_adapter_only(self) -> str | None:
-        """Why the adapter alone does not describe what is trained, or None if it does."""
+        """Return why the adapter alone does not describe what is trained, or None if it does."""
         return peft.why_not_adapter_only(self.model)
 
     @cached_property
     def adapter_rank(self) -> int | None:
-        """The largest rank of the LoRA adapter, or None if the adapter alone can't be sent."""
+        """Return the LoRA adapter's largest rank, or None if the adapter alone can't be sent."""
         return None if self.why_not_adapter_only else peft.adapter_rank(self.model)
 
     # ---- names, shapes and types; no collective call ----
 
     @cached_property
     def meta(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name to a meta tensor of the global shape, in the order of `tensors`."""
+        """Map checkpoint name to a meta tensor of the global shape, in the order of `tensors`."""
         return {name: tensor for unit in self._units for name, tensor in unit.meta.items()}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Checkpoint name to global shape."""
+        """Map checkpoint name to global shape."""
         return {name: tensor.shape for name, tensor in self.meta.items()}
 
     @property
     def module_meta(self) -> dict[str, torch.Tensor]:
-        """As `meta`, under the names of the model's own modules."""
+        """Return `meta` under the names of the model's own modules."""
         return {name: tensor for unit in self._module_units for name, tensor in unit.meta.items()}
 
     # ---- values ----

@@ -1,4 +1,4 @@
-"""vLLM in other processes: an engine over `vllm serve` processes, and their launcher."""
+"""Use vLLM in other processes: an engine over `vllm serve` processes, and their launcher."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -37,7 +37,7 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer to one request; "abort" means that a pause of the server cut it."""
+    """Hold the answer to one request; "abort" means that a pause of the server cut it."""
 
     token_ids: list[int]  # [N]
     logprobs: list[float]  # [N]
@@ -47,7 +47,7 @@ class Answer:
 
 
 class ServerClient:
-    """Client of one server, on the event loop of its session.
+    """Call one server, on the event loop of its session.
 
     Args:
         base_url: such as "http://127.0.0.1:8000".
@@ -204,7 +204,7 @@ def _answer(body: dict[str, Any]) -> Answer:
 
 
 class ClientThread:
-    """An event loop for the connections, on its own thread: rollouts run on many loops."""
+    """Run the connections' event loop on its own thread: rollouts run on many loops."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""VLLMServerRolloutEngine: vLLM in processes of its own, reached over HTTP.
+"""Sample with vLLM in processes of its own, reached over HTTP.
 
 Owns the engine that users see and the order of a weight update. `fleet.py` sends requests,
 `handshake.py` checks servers, `weight_transfer.py` sends weights. Invariant: a request goes only to
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # they load an HTTP client, which other engines do without
 
 
 class VLLMServerRolloutEngine(RolloutEngine):
-    """Samples with one or more running `vllm serve` processes; `agent-vllm serve` starts one.
+    """Sample with one or more running `vllm serve` processes; `agent-vllm serve` starts one.
 
     All servers are checked before anything is sampled. Built from a model, the engine first sends
     them that model's weights. Requests of one trajectory stay on one server. If a server dies, its
@@ -245,7 +245,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
 
 
 class _Routes:
-    """Lets `weight_transfer` call all servers from the learner's thread."""
+    """Let `weight_transfer` call all servers from the learner's thread."""
 
     def __init__(self, thread: "ClientThread", members: "Members") -> None:
         self._thread = thread

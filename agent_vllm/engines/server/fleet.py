@@ -1,4 +1,4 @@
-"""Several servers as one engine: who gets which request, and what becomes of it.
+"""Use several servers as one engine: choose a server per request, and retry what fails.
 
 Runs on the connections' event loop. Invariant: a request is answered once, whatever its servers do.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Sends each request to a server, and again to another if it fails.
+    """Send each request to a server, and again to another if it fails.
 
     Args:
         max_attempts: how often one request may fail before it is given up.
@@ -64,7 +64,7 @@ class Fleet:
                 self._homes.pop(sampled, None)
 
     async def forget(self, affinity: str) -> None:
-        """Let a trajectory's home be somebody else's."""
+        """Forget which server a trajectory was on."""
         self._homes.pop(affinity, None)
 
     async def _sample(self, sampled: "_Sampled") -> Completion:
@@ -151,7 +151,7 @@ class Fleet:
 
 
 class _Sampled:
-    """What has been sampled of one request so far; each answer adds tokens of one version."""
+    """Hold what one request has sampled so far; each answer adds tokens of one version."""
 
     def __init__(self, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""When requests may go out: not while weights change.
+"""Let requests out, except while weights change.
 
 Runs on the connections' event loop. Invariant: while the gate is closed no request is on its way,
 and while it is open every server that is in holds the weights of `version`.
@@ -17,7 +17,7 @@ _SETTLE_S = 30.0  # for requests to return from a paused server
 
 
 class UpdateGate:
-    """Stops requests around a weight update and keeps the version that the servers hold.
+    """Stop requests around a weight update and keep the version that the servers hold.
 
     Attributes:
         version: the engine's policy version of the weights that the servers hold.

@@ -30,7 +30,7 @@ _PROBE_TEXT = 'Hello, world! 12 + 30 = 42\n{"name": "é汉"}'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What an engine knows about one server."""
+    """Hold what an engine knows about one server."""
 
     url: str
     model: str

@@ -1,4 +1,4 @@
-"""The servers of one engine: which of them are in, and calls to all of them.
+"""Keep track of which servers of an engine are in use, and call all of them.
 
 Everything here runs on the connections' event loop. Invariant: a server that is in holds the
 weights named `label`, as far as anyone has looked.
@@ -23,7 +23,7 @@ _FRESH_S = 0.01  # a server is not examined again within this time
 
 @dataclass(eq=False, kw_only=True)
 class Server:
-    """One server and what is known of it. It is in as long as `why_out` is None."""
+    """Hold one server and what is known of it. It is in as long as `why_out` is None."""
 
     client: ServerClient
     num_workers: int = 1
@@ -42,7 +42,7 @@ class Server:
 
 
 class Members:
-    """All servers of an engine. Those that are in get requests and weights.
+    """Keep all servers of an engine. Those that are in get requests and weights.
 
     Args:
         health_interval_s: seconds between two health checks of a server that has requests.
@@ -58,12 +58,12 @@ class Members:
 
     @property
     def in_use(self) -> list[Server]:
-        """Servers that are in."""
+        """Return the servers that are in."""
         return [server for server in self.servers if server.is_in]
 
     @property
     def tasks(self) -> list[asyncio.Task]:
-        """One task per request on its way to any server."""
+        """Return one task per request on its way to any server."""
         return [task for server in self.servers for task in server.tasks]
 
     def sizes(self) -> dict[Server, int]:

@@ -29,7 +29,7 @@ _ALIGNMENT = 64  # bytes; a view of a tensor must begin at a multiple of its ite
 
 
 class Routes(Protocol):
-    """All servers that take part. Each call returns when all of them have answered."""
+    """Call all servers that take part. Each call returns when all of them have answered."""
 
     def start(self) -> None: ...
 
@@ -45,7 +45,7 @@ class Routes(Protocol):
 
 
 class WeightTransfer(Protocol):
-    """One way to send weights to servers."""
+    """Define one way to send weights to servers."""
 
     def send(self, weights: LearnerWeights, routes: Routes) -> int:
         """Send the weights, on the first rank. Return how many bytes each server got."""

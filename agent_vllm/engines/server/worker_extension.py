@@ -31,12 +31,12 @@ from agent_vllm.engines.vllm.cpu import skip_rank_compilation
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to set up."""
+    """Hold nothing: there is nothing to set up."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One part of the weights: a file with one after the other, and the offset of each.
+    """Describe one part of the weights: a file with one after the other, and the offset of each.
 
     The last one has no weights and says that all were sent.
     """
@@ -101,7 +101,7 @@ def _got_nothing(layer: torch.nn.Module) -> bool:
 
 
 class WorkerExtension:
-    """Methods added to the worker. Importing this module registers the weight transfer."""
+    """Add methods to the worker. Importing this module registers the weight transfer."""
 
     def model_sizes(self) -> dict[str, Any]:
         """Return the served model's sizes, as `models.model_sizes` does for the learner."""

@@ -1,4 +1,4 @@
-"""vLLM in this process: the engine, and everything that calls into vLLM for it."""
+"""Run vLLM in this process: the engine, and everything that calls into vLLM for it."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""VLLMRolloutEngine: vLLM in this process, on the learner's device.
+"""Sample with vLLM in this process, on the learner's device.
 
 Owns the engine that users see; calls into vLLM are in the modules beside this one. Invariant: the
 engine holds the weights of the last learner it was given. The first sync is checked against the
@@ -38,7 +38,7 @@ _PATH_LORA_RANK = 16  # of an engine that has not seen its learner; `engine_args
 
 
 class VLLMRolloutEngine(RolloutEngine):
-    """Samples with vLLM's continuous batching and prefix cache, driven step by step.
+    """Sample with vLLM's continuous batching and prefix cache, driven step by step.
 
     Built from a model, it starts with that model's weights; no checkpoint is written. The first
     update also checks the engine's logprobs against the learner's.

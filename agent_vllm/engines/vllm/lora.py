@@ -32,7 +32,7 @@ def lora_args(rank: int) -> dict[str, Any]:
 
 
 class LoadedAdapter:
-    """The adapter of one vLLM engine.
+    """Keep the adapter of one vLLM engine.
 
     Attributes:
         request: vLLM's `LoRARequest`, sent with each request; None without an adapter.

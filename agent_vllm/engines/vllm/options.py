@@ -19,7 +19,7 @@ _CPU_MAX_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMOptions:
-    """Options of an engine in this process, and the vLLM arguments they become."""
+    """Hold the options of an engine in this process, and turn them into vLLM's arguments."""
 
     dtype: torch.dtype
     max_model_len: int

@@ -86,7 +86,7 @@ def _prepare_architecture(architectures: list[str] | None) -> None:
 
 
 class VLLMStepper:
-    """The driver's engine over vLLM: `LLMEngine.add_request` and `step`."""
+    """Step vLLM for the driver: `LLMEngine.add_request` and `step`."""
 
     def __init__(self, source: ModelSource, options: VLLMOptions) -> None:
         self.policy_version = 0

@@ -66,7 +66,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed; notes and skipped checks are not failures."""
+        """Return whether no check failed; notes and skipped checks are not failures."""
         return not any(finding.status == "fail" for finding in self.findings)
 
     def status_of(self, name: str) -> Status | None:

@@ -1,4 +1,4 @@
-"""Sizes of models and rates of links: every constant that predicted sync times rest on.
+"""List sizes of models and rates of links: the constants behind predicted sync times.
 
 Invariant: a rate is a nominal one, in bytes per second and one direction. `LINK_EFFICIENCY` is the
 only assumption on top of it.
@@ -21,7 +21,7 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Sizes that determine a decoder's number of parameters: gated MLP, grouped queries, norms."""
+    """Hold the sizes that determine a decoder's number of parameters: MLP, queries, norms."""
 
     hidden: int
     intermediate: int

@@ -1,4 +1,4 @@
-"""The command `agent-vllm view`."""
+"""Run the command `agent-vllm view`."""
 
 import argparse
 import sys
