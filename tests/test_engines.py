@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import itertools
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
 from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.vllm import cpu, stepper
 from agent_vllm.engines.vllm import engine as vllm_module
 from agent_vllm.engines.vllm.stepper import _completion_of
@@ -269,11 +271,44 @@ def other_model(**changes):
 
 
 def test_weights_that_do_not_fit_are_named(loaded):
-    engine, _ = loaded
+    engine, model = loaded
     version = engine.policy_version
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
         engine.update_policy(other_model())
     assert engine.policy_version == version
+    engine.update_policy(model)  # else it refuses requests
+
+
+def test_after_a_failed_update_requests_are_refused_until_one_succeeds(loaded, monkeypatch):
+    """Half of the weights are new when it fails; nothing may be sampled from such a mixture."""
+    engine, model = loaded
+    request = {"prompt_ids": [20, 30, 40], "max_new_tokens": 8, "seed": 0}
+    version = engine.policy_version
+    sharded = isinstance(engine, TorchRolloutEngine)  # else it only takes the module over
+    tensors = LearnerWeights.module_tensors if sharded else LearnerWeights.tensors
+
+    def half_of_them(weights, *args, **options):
+        yield from itertools.islice(tensors(weights, *args, **options), len(weights.meta) // 2)
+        raise ConnectionError("the learner is gone")
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(LearnerWeights, "is_sharded", sharded)
+        patch.setattr(LearnerWeights, tensors.__name__, half_of_them)
+        with pytest.raises(ConnectionError):
+            engine.update_policy(model)
+    (refused,) = generate_all(engine, [request])
+    assert type(refused) is EngineError
+    assert "until a weight update succeeds" in str(refused)
+    assert "ConnectionError: the learner is gone" in str(refused)
+    assert engine.policy_version == version and engine.death is None
+
+    engine.update_policy(model)
+    (served,) = generate_all(engine, [request])
+    learner = learner_logprobs(model, [20, 30, 40], served.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(served.logprobs), learner, atol=1e-5, rtol=0)
 
 
 def test_an_update_waits_for_an_idle_engine(loaded):
@@ -430,9 +465,11 @@ def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
 @pytest.mark.vllm
 def test_a_refused_cache_reset_is_an_error(agent, vllm_engine, monkeypatch):
     model, _ = agent
-    monkeypatch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(WeightSyncError, match="prefix cache"):
-        vllm_engine.update_policy(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(WeightSyncError, match="prefix cache"):
+            vllm_engine.update_policy(model)
+    vllm_engine.update_policy(model)  # else it refuses requests
 
 
 @pytest.mark.vllm

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.blocking import run_blocking
 from agent_vllm.engines.models import pad_token_id
-from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.errors import EngineBusyError, EngineError, InvalidRequestError
 from agent_vllm.settings import SamplingParams
 from agent_vllm.training import pad_rows
 from agent_vllm.types import Completion
@@ -115,6 +115,7 @@ class RolloutEngine(ABC):
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.policy_version = 0
         self.num_synced_bytes = 0
+        self._failed_update: str | None = None  # why the latest update failed
         self._seeds = random.Random(seed)
         # One int object an id: a fresh one for each sampled token would be 32 bytes.
         self._shared_ids = list(range(vocab_size))
@@ -125,7 +126,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _load_weights(self, model: PreTrainedModel) -> None:
-        """Load the learner's current weights; drop every cache made with older ones."""
+        """Load the learner's current weights; drop every cache made with older ones.
+
+        Raise an `EngineBusyError` before anything is changed, or not at all.
+        """
 
     @property
     def death(self) -> str | None:
@@ -200,6 +204,11 @@ class RolloutEngine(ABC):
 
     async def sample(self, request: GenerationRequest) -> Completion:
         """Check the request, sample it, and check the completion. Raises as `generate`."""
+        if self._failed_update is not None and self.death is None:
+            raise EngineError(
+                "The engine refuses requests until a weight update succeeds, as nobody knows which "
+                f"weights it holds. The latest update failed: {self._failed_update}"
+            )
         self._check_prompt(request.prompt_ids, request.num_checked_ids)
         if request.max_new_tokens < 1:
             raise InvalidRequestError(
@@ -227,14 +236,23 @@ class RolloutEngine(ABC):
     def update_policy(self, model: PreTrainedModel) -> int:
         """Load the learner's current weights into the engine. The learner is only read.
 
+        If an update fails, the engine refuses requests until one succeeds.
+
         Returns:
             The new `policy_version`.
 
         Raises:
             WeightSyncError: names or shapes don't fit.
-            EngineBusyError: requests are in flight.
+            EngineBusyError: requests are in flight; nothing has changed.
         """
-        self._load_weights(model)
+        try:
+            self._load_weights(model)
+        except EngineBusyError:
+            raise
+        except BaseException as error:
+            self._failed_update = f"{type(error).__name__}: {error}"
+            raise
+        self._failed_update = None
         return self.advance_policy_version()
 
     def advance_policy_version(self, to_at_least: int | None = None) -> int:
