@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.errors import EngineBusyError, EngineDeadError, EngineError
 from agent_vllm.types import Completion
 

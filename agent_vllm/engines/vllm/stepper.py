@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from agent_vllm.engines.base import EngineStats, GenerationRequest
+from agent_vllm.engines.base import EngineStats
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.learner import ModelSource
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
