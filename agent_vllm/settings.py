@@ -14,8 +14,11 @@ from agent_vllm.errors import InvalidRequestError
 class SamplingParams:
     """Say how tokens are sampled. The defaults leave the model's distribution as it is.
 
+    Every engine scales by the temperature, then filters in the order `min_p`, `top_k`, `top_p`,
+    each on what the one before it kept. Logprobs are those of what is left.
+
     Attributes:
-        temperature: 0 is greedy; logprobs are then those of temperature 1.
+        temperature: 0 is greedy; filters are ignored, and logprobs are those of temperature 1.
         top_p: in (0, 1]; 1 is off.
         top_k: 0 is off.
         min_p: in [0, 1]; 0 is off.

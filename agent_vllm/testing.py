@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
+from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.engines.models import merge_end_token_ids
+from agent_vllm.engines.request import GenerationRequest, ends_on_string
 from agent_vllm.types import Completion
 
 Script = Callable[[GenerationRequest], Sequence[int] | Exception]

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import io
+import itertools
+import math
 import os
 import random
 import sys
@@ -15,7 +17,8 @@ from learners import learner
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agent_vllm import ChatFormat, TorchRolloutEngine, VLLMRolloutEngine, create_rollout_engine
-from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.learner import LearnerWeights
+from agent_vllm.engines.request import GenerationRequest, check_completion
 from agent_vllm.engines.vllm import cpu, stepper
 from agent_vllm.engines.vllm import engine as vllm_module
 from agent_vllm.engines.vllm.stepper import _completion_of
@@ -28,6 +31,7 @@ from agent_vllm.errors import (
     WeightSyncError,
 )
 from agent_vllm.training import predicted_logprobs
+from agent_vllm.types import Completion
 
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
 
@@ -201,6 +205,46 @@ def test_logprobs_are_of_the_distribution_sampled_from(loaded):
     assert all(a >= b - 1e-5 for a, b in zip(cut.logprobs, full.tolist(), strict=True))
 
 
+FILTERS = {"top_p": 0.6, "top_k": 5, "min_p": 0.1}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_filters_keep_the_same_tokens_in_both_engines(agent, vllm_engine, temperature):
+    """All filters alone, in pairs and together, mixed in one batch with greedy rows."""
+    model, tokenizer = agent
+    _flatten(model)
+    vllm_engine.update_policy(model)
+    subsets = [c for n in range(4) for c in itertools.combinations(FILTERS, n)]
+    rows = [
+        {"prompt_ids": [20 + seed, 30, 40], "max_new_tokens": 12, "seed": seed,
+         "temperature": temperature, **{name: FILTERS[name] for name in names}}
+        for seed in range(4) for names in subsets
+    ]  # fmt: skip
+    rows.append({"prompt_ids": [20], "max_new_tokens": 4, "temperature": 0.5, "seed": 0})
+    with TorchRolloutEngine(model, tokenizer) as engine:
+        ours, theirs = generate_all(engine, rows), generate_all(vllm_engine, rows)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0
+        )
+
+
+@torch.no_grad()
+def _flatten(model):
+    """Make the distributions flat, so that each filter cuts off something else."""
+    model.get_output_embeddings().weight.mul_(0.3)
+
+
+def test_greedy_ignores_filters(loaded):
+    engine, _ = loaded
+    request = {"prompt_ids": [20, 30, 40], "max_new_tokens": 6, "temperature": 0.0}
+    plain, filtered = generate_all(engine, [request, {**request, **FILTERS}])
+    assert plain.logprobs == pytest.approx(filtered.logprobs, abs=1e-6)
+    assert filtered.logprobs[0] < 0.0
+
+
 def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(loaded):
     engine, model = loaded
     (completion,) = generate_all(
@@ -269,11 +313,44 @@ def other_model(**changes):
 
 
 def test_weights_that_do_not_fit_are_named(loaded):
-    engine, _ = loaded
+    engine, model = loaded
     version = engine.policy_version
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
         engine.update_policy(other_model())
     assert engine.policy_version == version
+    engine.update_policy(model)  # else it refuses requests
+
+
+def test_after_a_failed_update_requests_are_refused_until_one_succeeds(loaded, monkeypatch):
+    """Half of the weights are new when it fails; nothing may be sampled from such a mixture."""
+    engine, model = loaded
+    request = {"prompt_ids": [20, 30, 40], "max_new_tokens": 8, "seed": 0}
+    version = engine.policy_version
+    sharded = isinstance(engine, TorchRolloutEngine)  # else it only takes the module over
+    tensors = LearnerWeights.module_tensors if sharded else LearnerWeights.tensors
+
+    def half_of_them(weights, *args, **options):
+        yield from itertools.islice(tensors(weights, *args, **options), len(weights.meta) // 2)
+        raise ConnectionError("the learner is gone")
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(LearnerWeights, "is_sharded", sharded)
+        patch.setattr(LearnerWeights, tensors.__name__, half_of_them)
+        with pytest.raises(ConnectionError):
+            engine.update_policy(model)
+    (refused,) = generate_all(engine, [request])
+    assert type(refused) is EngineError
+    assert "until a weight update succeeds" in str(refused)
+    assert "ConnectionError: the learner is gone" in str(refused)
+    assert engine.policy_version == version and engine.death is None
+
+    engine.update_policy(model)
+    (served,) = generate_all(engine, [request])
+    learner = learner_logprobs(model, [20, 30, 40], served.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(served.logprobs), learner, atol=1e-5, rtol=0)
 
 
 def test_an_update_waits_for_an_idle_engine(loaded):
@@ -430,9 +507,11 @@ def test_the_first_sync_is_checked_against_the_learner(agent, monkeypatch):
 @pytest.mark.vllm
 def test_a_refused_cache_reset_is_an_error(agent, vllm_engine, monkeypatch):
     model, _ = agent
-    monkeypatch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(WeightSyncError, match="prefix cache"):
-        vllm_engine.update_policy(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine._stepper._llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(WeightSyncError, match="prefix cache"):
+            vllm_engine.update_policy(model)
+    vllm_engine.update_policy(model)  # else it refuses requests
 
 
 @pytest.mark.vllm
@@ -450,6 +529,33 @@ def test_a_sampled_id_beyond_the_vocabulary_is_an_engine_error(scripted, tokeniz
     engine = scripted([[5, len(tokenizer)]])
     with pytest.raises(EngineError, match="sampled an id"):
         asyncio.run(engine.generate([1], max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs", "message"),
+    [
+        ([], [], "sampled 0 tokens where 1 to 4 were asked for"),
+        ([5] * 5, [-0.5] * 5, "sampled 5 tokens where 1 to 4"),
+        ([5, 6], [-0.5, 0.25], "gave logprob 0.25 for token 1 of 2"),
+        ([5, 6], [-math.inf, -0.5], "gave logprob -inf for token 0 of 2"),
+        ([5, 6], [-0.5, math.nan], "gave logprob nan for token 1 of 2"),
+    ],
+)
+def test_a_completion_that_cannot_be_trained_on_is_refused(token_ids, logprobs, message):
+    request = GenerationRequest(prompt_ids=[1], max_new_tokens=4, seed=0)
+    completion = Completion(
+        token_ids=token_ids, logprobs=logprobs, finish_reason="stop", policy_version=0
+    )
+    with pytest.raises(EngineError, match=message):
+        check_completion(completion, request, vocab_size=10)
+
+
+def test_a_certain_token_may_have_a_rounded_logprob():
+    request = GenerationRequest(prompt_ids=[1], max_new_tokens=4, seed=0)
+    completion = Completion(
+        token_ids=[5, 6], logprobs=[0.0, 1e-7], finish_reason="stop", policy_version=0
+    )
+    check_completion(completion, request, vocab_size=10)
 
 
 # ---- what vLLM may hand back ----

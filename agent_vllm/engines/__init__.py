@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine, RolloutResult
+from agent_vllm.engines.base import RolloutEngine
+from agent_vllm.engines.request import GenerationRequest
+from agent_vllm.engines.tensors import RolloutResult
 
 if TYPE_CHECKING:
     from agent_vllm.engines.server import VLLMServerRolloutEngine

@@ -1,12 +1,10 @@
 """Define the engine interface: token ids in, sampled token ids with their logprobs out.
 
-Owns what all engines share: which requests and completions are valid, and the tensor interface on
-top of single sequences. Knows nothing of chats or tools.
+Owns what all engines share: the checks around a request, versions of weights, and the tensor
+interface on top of single sequences. Knows nothing of chats or tools.
 """
 
-import array
 import asyncio
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,51 +15,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.blocking import run_blocking
-from agent_vllm.engines.models import pad_token_id
-from agent_vllm.errors import EngineError, InvalidRequestError
+from agent_vllm.engines.request import GenerationRequest, check_completion, check_prompt
+from agent_vllm.engines.tensors import RolloutResult, prompt_rows, to_tensors
+from agent_vllm.errors import EngineBusyError, EngineError, InvalidRequestError
 from agent_vllm.settings import SamplingParams
-from agent_vllm.training import pad_rows
 from agent_vllm.types import Completion
-
-_NEUTRAL = SamplingParams()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GenerationRequest:
-    """Ask for one sequence.
-
-    Engines get requests checked: `RolloutEngine.sample` has cut `max_new_tokens` to what fits and
-    put the engine's own end tokens among `stop_token_ids`.
-
-    Attributes:
-        num_checked_ids: leading prompt ids that this engine checked in an earlier turn; they are
-            not checked again.
-        affinity: names the trajectory; an engine of several servers keeps its requests on one,
-            where their prefix is cached.
-    """
-
-    prompt_ids: list[int]  # [P]
-    max_new_tokens: int
-    seed: int
-    sampling: SamplingParams = _NEUTRAL
-    stop_token_ids: tuple[int, ...] = ()
-    num_checked_ids: int = 0
-    affinity: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutResult:
-    """Hold the result of `RolloutEngine.rollout`; the G rows of a prompt stand together.
-
-    Legend: B prompts, G generations each, P padded prompt length, R longest completion.
-    """
-
-    output_ids: torch.Tensor  # [B*G, P+R], the prompts as they were given, then the completions
-    completion_ids: torch.Tensor  # [B*G, R], right-padded
-    per_token_logps: torch.Tensor  # [B*G, R] float32, 0.0 on padding
-    completion_mask: torch.Tensor  # [B*G, R], 1 on sampled tokens, by length
-    prompt_lens: torch.Tensor  # [B*G], real lengths
-    completions: list[str]  # B*G
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +41,20 @@ class EngineStats:
         )
 
 
-class RolloutEngine(ABC):
+class _Closing:
+    """Free what is held by `close`, or at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Free what the engine holds. Closing twice, or closing a dead engine, is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RolloutEngine(_Closing, ABC):
     """Sample sequences with one policy whose weights can be replaced.
 
     Subclasses implement `_sample` and `_load_weights`; the checks live here.
@@ -115,6 +86,7 @@ class RolloutEngine(ABC):
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.policy_version = 0
         self.num_synced_bytes = 0
+        self._failed_update: str | None = None  # why the latest update failed
         self._seeds = random.Random(seed)
         # One int object per id: a fresh one for each sampled token would be 32 bytes.
         self._shared_ids = list(range(vocab_size))
@@ -125,7 +97,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _load_weights(self, model: PreTrainedModel) -> None:
-        """Load the learner's current weights; drop every cache made with older ones."""
+        """Load the learner's current weights; drop every cache made with older ones.
+
+        Raise an `EngineBusyError` before anything is changed, or not at all.
+        """
 
     @property
     def death(self) -> str | None:
@@ -143,15 +118,6 @@ class RolloutEngine(ABC):
             EngineError: this engine can't.
         """
         raise EngineError(f"A {type(self).__name__} can't sleep.")
-
-    def close(self) -> None:  # noqa: B027 - there may be nothing to free
-        """Free what the engine holds. Closing twice, or closing a dead engine, is fine."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def generate(
         self,
@@ -200,7 +166,17 @@ class RolloutEngine(ABC):
 
     async def sample(self, request: GenerationRequest) -> Completion:
         """Check the request, sample it, and check the completion. Raises as `generate`."""
-        self._check_prompt(request.prompt_ids, request.num_checked_ids)
+        if self._failed_update is not None and self.death is None:
+            raise EngineError(
+                "The engine refuses requests until a weight update succeeds, as nobody knows which "
+                f"weights it holds. The latest update failed: {self._failed_update}"
+            )
+        check_prompt(
+            request.prompt_ids,
+            num_checked=request.num_checked_ids,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+        )
         if request.max_new_tokens < 1:
             raise InvalidRequestError(
                 f"`max_new_tokens` must be 1 or more, got {request.max_new_tokens}."
@@ -213,28 +189,37 @@ class RolloutEngine(ABC):
             stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
         )
         completion = await self._sample(request)
-        _check_completion(completion, request, self.vocab_size)
+        check_completion(completion, request, self.vocab_size)
         shared_ids = [self._shared_ids[token] for token in completion.token_ids]
         return replace(completion, token_ids=shared_ids)
 
-    def forget(self, affinity: str) -> None:  # noqa: B027 - most engines keep nothing
+    def forget(self, affinity: str) -> None:
         """Drop what is kept for this trajectory; it has ended."""
 
     def next_seed(self) -> int:
-        """Return a fresh seed from the engine's own stream, which its `seed` began."""
+        """Return the next seed of the engine's own stream, which starts at its `seed`."""
         return self._seeds.getrandbits(31)
 
     def update_policy(self, model: PreTrainedModel) -> int:
         """Load the learner's current weights into the engine. The learner is only read.
+
+        If an update fails, the engine refuses requests until one succeeds.
 
         Returns:
             The new `policy_version`.
 
         Raises:
             WeightSyncError: names or shapes don't fit.
-            EngineBusyError: requests are in flight.
+            EngineBusyError: requests are in flight; nothing has changed.
         """
-        self._load_weights(model)
+        try:
+            self._load_weights(model)
+        except EngineBusyError:
+            raise
+        except BaseException as error:
+            self._failed_update = f"{type(error).__name__}: {error}"
+            raise
+        self._failed_update = None
         return self.advance_policy_version()
 
     def advance_policy_version(self, to_at_least: int | None = None) -> int:
@@ -265,21 +250,9 @@ class RolloutEngine(ABC):
         Raises:
             InvalidRequestError: shapes differ, or a prompt can't be served.
         """
-        if prompt_ids.ndim != 2 or prompt_ids.shape != attention_mask.shape:
-            raise InvalidRequestError(
-                "`prompt_ids` and `attention_mask` must both be [B, P], got "
-                f"{list(prompt_ids.shape)} and {list(attention_mask.shape)}."
-            )
-        if num_generations < 1:
-            raise InvalidRequestError(
-                f"`num_generations` must be 1 or more, got {num_generations}."
-            )
-        prompts = [
-            ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, attention_mask, strict=True)
-        ]
-        rows = [prompt for prompt in prompts for _ in range(num_generations)]
+        rows = prompt_rows(prompt_ids, attention_mask, num_generations)
         completions = run_blocking(self._generate_all(rows, max_new_tokens, temperature))
-        return self._to_tensors(prompt_ids, rows, completions, num_generations)
+        return to_tensors(self.tokenizer, prompt_ids, rows, completions)
 
     async def _generate_all(
         self, rows: list[list[int]], max_new_tokens: int, temperature: float
@@ -292,80 +265,3 @@ class RolloutEngine(ABC):
                 for row in rows
             ]
         return [task.result() for task in tasks]
-
-    def _to_tensors(
-        self,
-        prompt_ids: torch.Tensor,
-        rows: list[list[int]],
-        completions: list[Completion],
-        num_generations: int,
-    ) -> RolloutResult:
-        device = prompt_ids.device
-        pad_id = pad_token_id(self.tokenizer)
-        token_ids = [completion.token_ids for completion in completions]
-        completion_ids = pad_rows(token_ids, pad_id).to(device)
-        prompts = prompt_ids.repeat_interleave(num_generations, dim=0)
-        return RolloutResult(
-            output_ids=torch.cat([prompts, completion_ids], dim=1),
-            completion_ids=completion_ids,
-            per_token_logps=pad_rows([c.logprobs for c in completions], 0.0).to(device),
-            completion_mask=pad_rows([[1] * len(ids) for ids in token_ids], 0).to(device),
-            prompt_lens=torch.tensor([len(row) for row in rows], device=device),
-            completions=self.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
-        )
-
-    def _check_prompt(self, prompt_ids: Sequence[int], num_checked: int) -> None:
-        try:
-            ids = array.array("q", prompt_ids[num_checked:] if num_checked else prompt_ids)
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequestError(
-                f"`prompt_ids` must be a list of ints, got {type(prompt_ids).__name__}: {error}."
-            ) from error
-        if len(prompt_ids) == 0:
-            raise InvalidRequestError("`prompt_ids` must hold at least one token, got none.")
-        lowest, highest = min(ids, default=0), max(ids, default=0)
-        if lowest < 0 or highest >= self.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InvalidRequestError(
-                f"Token id {wrong} is out of the engine's vocabulary of {self.vocab_size}. Were "
-                "tokens added to the tokenizer after the model was made? Resize the model's "
-                "embeddings before the engine is built."
-            )
-        if len(prompt_ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"The prompt has {len(prompt_ids)} tokens; with `max_model_len` "
-                f"{self.max_model_len} none is left to sample."
-            )
-
-
-def ends_on_string(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], strings: Sequence[str]
-) -> bool:
-    """Return whether the text of the ids ends on one of the strings, in the last token's reach."""
-    if not strings:
-        return False
-    # Every token but those inside a character adds at least one; a character has up to four bytes.
-    tail = list(token_ids[-4 * max(map(len, strings)) - 4 :])
-    text = tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return any(string in text for string in strings)
-
-
-def _check_completion(completion: Completion, request: GenerationRequest, vocab_size: int) -> None:
-    if len(completion.token_ids) > request.max_new_tokens:
-        raise EngineError(
-            f"The engine sampled {len(completion.token_ids)} tokens where {request.max_new_tokens} "
-            "were asked for."
-        )
-    ids = completion.token_ids
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise EngineError(f"The engine sampled an id out of its vocabulary of {vocab_size}.")
-    if None in completion.logprobs or not all(map(math.isfinite, completion.logprobs)):
-        index, logprob = next(
-            (index, logprob)
-            for index, logprob in enumerate(completion.logprobs)
-            if logprob is None or not math.isfinite(logprob)
-        )
-        raise EngineError(
-            f"The engine gave logprob {logprob} for token {index} of "
-            f"{len(completion.logprobs)}; the completion is dropped. Are the weights finite?"
-        )

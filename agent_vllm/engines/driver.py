@@ -5,9 +5,9 @@ from one thread, and the watchdog of that engine. Invariant: every request is an
 completion or an error, even if the engine hangs.
 
 An engine that fails one step continues without the requests that were in it. It is dead when steps
-fail repeatedly, when it can't drop its requests, or when it makes no progress for `hang_s`. A
-thread inside native code can't be killed, so it is left behind. (Native code that also holds the
-GIL stops the whole process; the watchdog can't see that.)
+fail repeatedly, when it can't drop what a failed step left, or when it makes no progress for
+`hang_s`. A thread inside native code can't be killed, so it is left behind. (Native code that also
+holds the GIL stops the whole process; the watchdog can't see that.)
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.errors import EngineBusyError, EngineDeadError, EngineError
 from agent_vllm.types import Completion
 
@@ -42,7 +42,10 @@ class StepEngine(Protocol):
     def add(self, request: GenerationRequest) -> None: ...
 
     def step(self) -> Iterable[tuple[GenerationRequest, Outcome]]:
-        """Advance all requests; return those that are done."""
+        """Advance all requests; return those that are done.
+
+        An `EngineDeadError` ends the engine. After any other error it must be fit for new requests.
+        """
         ...
 
     def abort(self, requests: Iterable[GenerationRequest]) -> None:
@@ -255,7 +258,9 @@ class StepDriver:
         self._num_failed_steps += 1
         self._drop(in_engine)
         _free_memory_of(error)
-        if self._num_failed_steps == _MAX_FAILED_STEPS:
+        if isinstance(error, EngineDeadError):
+            self._die(str(error))
+        elif self._num_failed_steps == _MAX_FAILED_STEPS:
             self._die(f"{_MAX_FAILED_STEPS} steps in a row failed, the last one: {failure}")
         return [(request, failure) for request in in_engine]
 

@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from agent_vllm.engines.base import GenerationRequest, RolloutEngine, ends_on_string
+from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.learner import (
     LearnerWeights,
@@ -36,6 +36,7 @@ from agent_vllm.engines.learner import (
     plain_class,
 )
 from agent_vllm.engines.models import context_length, evaluating
+from agent_vllm.engines.request import GenerationRequest, ends_on_string
 from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
 from agent_vllm.engines.vllm.host_state import random_state_kept
 from agent_vllm.training import gather_logprobs, pad_rows
@@ -263,13 +264,20 @@ def _sample_tokens(logits: torch.Tensor, rows: list[_RowState]) -> torch.Tensor:
 
 
 def _scale(logits: torch.Tensor, request: GenerationRequest) -> torch.Tensor:
-    """Return float32 logits `[V]` of the sampled distribution; -inf for tokens that are cut off."""
-    scaled = logits.float() / (request.sampling.temperature or 1.0)
+    """Return float32 logits `[V]` of the sampled distribution; -inf for tokens that are cut off.
+
+    As vLLM: greedy rows ignore the filters, and the others apply them in the order of
+    `SamplingParams`.
+    """
+    sampling = request.sampling
+    if sampling.temperature == 0:
+        return logits.float()
+    scaled = logits.float() / sampling.temperature
     warpers = LogitsProcessorList()
-    if request.sampling.top_k:
-        warpers.append(TopKLogitsWarper(request.sampling.top_k))
-    if request.sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(request.sampling.top_p))
-    if request.sampling.min_p > 0:
-        warpers.append(MinPLogitsWarper(request.sampling.min_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
     return warpers(None, scaled[None])[0] if warpers else scaled  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.models import evaluating
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.errors import WeightSyncError
 from agent_vllm.training import predicted_logprobs
 from agent_vllm.types import Completion

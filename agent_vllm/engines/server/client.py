@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import aiohttp
 
-from agent_vllm.engines.base import GenerationRequest
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.errors import EngineError
 
 T = TypeVar("T")

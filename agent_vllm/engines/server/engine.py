@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
+from agent_vllm.engines.base import EngineStats, RolloutEngine
 from agent_vllm.engines.learner import (
     LearnerWeights,
     check_against_learner,
     check_shapes,
     model_source,
 )
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.server.weight_transfer import (
     BACKENDS,
     UNFINISHED,

@@ -12,7 +12,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import EngineStats, GenerationRequest, ends_on_string
+from agent_vllm.engines.base import EngineStats
+from agent_vllm.engines.request import GenerationRequest, ends_on_string
 from agent_vllm.engines.server.client import Answer, NoAnswerError, RefusedError, ServerClient
 from agent_vllm.engines.server.gate import UpdateGate
 from agent_vllm.engines.server.members import Members, Server

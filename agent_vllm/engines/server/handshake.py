@@ -14,9 +14,9 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.engines.learner import ModelSource
 from agent_vllm.engines.models import model_sizes
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.server.client import NoAnswerError, RefusedError, ServerClient
 from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
 from agent_vllm.errors import EngineError, VLLMServerError

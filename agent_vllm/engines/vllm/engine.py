@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.engines.base import EngineStats, GenerationRequest, RolloutEngine
+from agent_vllm.engines.base import EngineStats, RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.learner import (
     LearnerWeights,
@@ -28,6 +28,7 @@ from agent_vllm.engines.learner import (
     model_source,
 )
 from agent_vllm.engines.models import context_length, to_dtype
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.engines.vllm.stepper import VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError

@@ -1,8 +1,10 @@
 """Build vLLM in this process, step it, load weights into it and end it.
 
-Owns the calls into `LLMEngine`. Invariant: after a load no cache made with older weights is used.
+Owns the calls into `LLMEngine`. Invariant: a token is sampled only from keys and values that were
+computed with the current weights: caches are dropped after a load and after a failed step.
 """
 
+import concurrent.futures
 import gc
 import itertools
 import tempfile
@@ -12,15 +14,16 @@ from typing import Any
 
 import torch
 
-from agent_vllm.engines.base import EngineStats, GenerationRequest
+from agent_vllm.engines.base import EngineStats
 from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.learner import ModelSource
+from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
 from agent_vllm.engines.vllm.lora import LoadedAdapter
 from agent_vllm.engines.vllm.options import VLLMOptions
-from agent_vllm.errors import EngineError, UnsupportedModelError, WeightSyncError
+from agent_vllm.errors import EngineDeadError, EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
 
 
@@ -138,11 +141,37 @@ class VLLMStepper:
         self._requests[request_id] = request
 
     def step(self) -> list[tuple[GenerationRequest, Outcome]]:
-        with random_state_kept():
-            outputs = self._llm.step()
-        finished = [output for output in outputs if output.finished]
-        self._count(finished)
-        return [self._finish(output) for output in finished]
+        """Advance all requests; return those that are done.
+
+        If it fails, all requests are aborted and the prefix cache is empty.
+
+        Raises:
+            EngineDeadError: the step failed, and so did dropping what it left.
+        """
+        try:
+            with random_state_kept():
+                outputs = self._llm.step()
+            finished = [output for output in outputs if output.finished]
+            self._count(finished)
+            return [self._finish(output) for output in finished]
+        except Exception as error:
+            self._discard_failed_step(error)
+            raise
+
+    def _discard_failed_step(self, error: Exception) -> None:
+        """Drop the step's keys and values: vLLM cached them before they were computed."""
+        core = self._llm.engine_core.engine_core
+        try:
+            while core.batch_queue:  # async scheduling: steps that were sent after this one
+                concurrent.futures.wait([core.batch_queue.pop()[0]])
+            core.model_executor.driver_worker.model_runner.execute_model_state = None
+            self.abort(list(self._internal_ids))
+            self._drop_caches()
+        except Exception as trouble:
+            raise EngineDeadError(
+                f"A step failed ({type(error).__name__}: {error}), and what it left in vLLM could "
+                f"not be dropped: {type(trouble).__name__}: {trouble}"
+            ) from error
 
     def _count(self, finished: Iterable[Any]) -> None:
         _, num_waiting = self._llm.engine_core.engine_core.scheduler.get_request_counts()
@@ -200,8 +229,8 @@ class VLLMStepper:
         self._llm.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError(
-                "vLLM refused to reset its prefix cache, so tokens would come from old weights. "
-                "Requests are still running."
+                "vLLM refused to reset its prefix cache, so tokens would come from keys and values "
+                "that don't belong to the current weights. Requests are still running."
             )
 
     def sleep(self) -> None:
