@@ -232,7 +232,6 @@ async def _barrier_loop(engine: RolloutEngine, ours: Setup, num_tasks: int) -> N
         results = await asyncio.gather(*(runner.run(p.calls, named) for p in parsed))
         for ids, result in zip(rows, results, strict=True):
             ids += ours.chat.suffix_ids(result, tools, last_token_id=ids[-1])
-    runner.close()
 
 
 def reset_prefix_cache(engine: RolloutEngine) -> None:

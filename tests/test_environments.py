@@ -11,6 +11,7 @@ from agent_vllm.environments import Environments
 from agent_vllm.errors import EnvironmentDefinitionError
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.settings import Limits
+from agent_vllm.tools import workers
 from agent_vllm.types import StopReason
 
 INCREMENT = call("increment", step=2)
@@ -230,6 +231,7 @@ def test_resets_run_side_by_side(make):
 
 
 def test_no_thread_is_left(make):
+    make(AsyncCounter).start([row()])  # its event loop is the program's
     before = threading.active_count()
     for is_fresh in (False, True):
         environments = Environments({"a": SelfScoring, "b": AsyncCounter}, is_fresh=is_fresh)
@@ -237,10 +239,10 @@ def test_no_thread_is_left(make):
         for _ in range(5):
             environments.start([row(environment=name) for name in "abab"])
             threads.append(threading.active_count())
-        assert threads[-1] <= before + 4 + 2 + (10 if is_fresh else 0)
+        assert threads[-1] <= before + 4 + (10 if is_fresh else 0)
         environments.close()
     for thread in threading.enumerate():
-        if thread.name in ("environment", "async tools"):
+        if thread.name == "environment":
             thread.join(5)
     assert threading.active_count() <= before
 
@@ -290,11 +292,21 @@ SPOILED = [
 
 def limit_s(trouble):
     """Short only where something hangs: a busy machine is slow."""
-    return 1.0 if trouble in ("sleeps", "spins") else 60.0
+    return 1.0 if trouble in HANGS else 60.0
 
 
-@pytest.mark.parametrize("kind", [Trouble, AsyncTrouble])
-@pytest.mark.parametrize(("method", "trouble", "error"), SPOILED)
+HANGS = ("sleeps", "spins")  # async methods that hang hold the loop of the others
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "trouble", "error"),
+    [
+        (kind, *case)
+        for kind in (Trouble, AsyncTrouble)
+        for case in SPOILED
+        if kind is Trouble or case[1] not in HANGS
+    ],
+)
 def test_trouble_ends_its_own_trajectory(
     make, chat, scripted, made, caplog, kind, method, trouble, error
 ):
@@ -316,6 +328,37 @@ def test_trouble_ends_its_own_trajectory(
     assert rewards == [0.0, 1.0, 2.0, 3.0] and environments.num_failed == 1
     spoiled = [instance for instance in made if len(instance.indices) == 1]
     assert len(made) == 5 and len(spoiled) == 2  # the one that failed and the one in its place
+
+
+@pytest.mark.parametrize("trouble", HANGS)
+def test_an_async_method_that_holds_the_loop_costs_no_later_batch(
+    make, chat, scripted, made, caplog, trouble
+):
+    """The others of its batch may run out of time with it; a loop that stays held is reported."""
+    environments = make(AsyncTrouble, timeout_s=1.0)
+    rows = [row(index=i, trouble=["reset", trouble] if i == 2 else None) for i in range(4)]
+    assert environments.start(rows)[2].error == "`AsyncTrouble.reset` did not return in 1 s."
+    _, rewards = play(environments, scripted(["a"]), chat, [row(index=i) for i in range(4)])
+    assert rewards == [0.0, 1.0, 2.0, 3.0]
+    warned = "A call of `AsyncTrouble` holds the event loop" in caplog.text
+    assert warned == (trouble == "sleeps")
+
+
+def test_async_environments_share_one_loop_over_all_rollouts(make, chat, scripted):
+    """As a client needs it that a class holds for all of its instances."""
+    lock = asyncio.Lock()
+    loops = set()
+
+    class Shares(AsyncCounter):
+        async def reset(self, **kwargs) -> None:
+            async with lock:  # an error once it waits on another loop
+                await asyncio.sleep(0.01)
+                loops.add(asyncio.get_running_loop())
+
+    environments = make(Shares, is_fresh=True)
+    for _ in range(3):
+        assert [s.error for s in environments.start([row()] * 4)] == [None] * 4
+    assert len(loops) == 1
 
 
 class Factory:
@@ -478,6 +521,7 @@ def test_an_environment_that_gets_no_thread_is_one_rows_failure(make, monkeypatc
     def refuse():
         raise OSError(24, "Too many open files")
 
+    monkeypatch.setattr(workers, "_shared_loop", None)  # as in a program's first async call
     monkeypatch.setattr(asyncio, "new_event_loop", refuse)  # `asyncio.run` has another name for it
     (started,) = environments.start([row()])
     assert "`AsyncCounter.reset` failed: Not run: no event loop could be made" in started.error

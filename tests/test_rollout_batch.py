@@ -5,6 +5,7 @@ import copy
 import random
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes import (
@@ -108,6 +109,40 @@ def test_keyboard_interrupt_in_a_tool_stops_the_run(chat, scripted):
     with pytest.raises(KeyboardInterrupt):
         rollout_single(engine, chat, user(), [interrupt])
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("where", ["a script", "a thread", "a notebook"])
+def test_what_async_tools_and_users_cache_lives_on_over_rollouts(chat, scripted, where):
+    lock, loops = asyncio.Lock(), set()
+
+    async def ask() -> str:
+        """Ask the shared client."""
+        async with lock:  # an error once it waits on another loop
+            await asyncio.sleep(0.01)
+            loops.add(asyncio.get_running_loop())
+        return "seen"
+
+    async def answer(messages):
+        return await ask() if len(messages) < 5 else None
+
+    def rollouts():
+        for _ in range(3):
+            engine = scripted([f"{call('ask')}\n{call('ask')}", "a", "b"])
+            (t,) = rollout_batch(engine, chat, [user()], [[ask]], users_batch=[answer])
+            assert [r.content for r in t.tool_results] == ["seen", "seen"]
+            assert t.stop_reason is StopReason.ANSWERED
+
+    async def cell():
+        rollouts()
+
+    if where == "a script":
+        rollouts()
+    elif where == "a thread":
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(rollouts).result()
+    else:
+        asyncio.run(cell())
+    assert len(loops) == 1
 
 
 def test_inputs_are_not_written_to(chat, scripted):

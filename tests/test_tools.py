@@ -414,7 +414,6 @@ def test_an_async_tool_that_holds_its_loop_times_out_alone(hold):
         num_ticks = len(ticks)
         second = await runner.run([ask("add", a=1, b=2)], tools)
         ticking.cancel()
-        runner.close()
         return first + second, num_ticks
 
     try:
@@ -479,10 +478,7 @@ def test_calls_share_threads_but_never_one_that_was_given_up():
 def test_the_tighter_limit_wins():
     async def work(timeout_s):
         runner = ToolRunner(timeout_s=0.05)
-        try:
-            return await runner.run([ask()], tools_by_name([tool(never)]), timeout_s)
-        finally:
-            runner.close()
+        return await runner.run([ask()], tools_by_name([tool(never)]), timeout_s)
 
     for given, content in ((0.01, "after 0.01 s"), (60.0, "after 0.05 s"), (None, "after 0.05 s")):
         assert content in asyncio.run(work(given))[0].content
@@ -538,6 +534,7 @@ def test_a_call_that_gets_no_thread_is_a_failed_result(monkeypatch, function):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(workers, "_idle", [])
+    monkeypatch.setattr(workers, "_shared_loop", None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert run([ask(function.__name__, a=1, b=2)], [function]) == [
         failed("Not run: no thread could be started (can't start new thread).")
@@ -548,6 +545,7 @@ def test_a_call_that_gets_no_event_loop_is_a_failed_result(monkeypatch):
     def refuse():
         raise OSError(24, "Too many open files")
 
+    monkeypatch.setattr(workers, "_shared_loop", None)  # as in a program's first async call
     monkeypatch.setattr(asyncio, "new_event_loop", refuse)  # `asyncio.run` has another name for it
     ((status, content),) = run([ask("add_async", a=1, b=2)], [add_async])
     assert status == "failed" and "no event loop could be made" in content

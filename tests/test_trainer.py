@@ -1,5 +1,6 @@
 """The real TRL trainer with both engines: sync, loss, rewards, resume, endings, bad input."""
 
+import asyncio
 import functools
 import os
 import shutil
@@ -474,6 +475,39 @@ def test_ctrl_c_in_a_rollout_stops_cleanly_with_the_last_checkpoint_whole(make_t
     records = list(read_rollouts(tmp_path / "out" / "rollouts.jsonl"))
     assert {record["step"] for record in records} == {0, 1}
     trainer.rollout_engine.update_policy(trainer.model)  # the engine is idle and whole
+
+
+def test_what_async_tools_and_rewards_cache_lives_on_over_optimizer_steps(make_trainer):
+    lock, loops, num_calls = asyncio.Lock(), set(), 0
+
+    async def ask():
+        async with lock:  # an error once it waits on another loop
+            await asyncio.sleep(0.01)
+            loops.add(asyncio.get_running_loop())
+
+    async def calculator(expression: str) -> str:
+        """Calculate.
+
+        Args:
+            expression: What to calculate.
+        """
+        nonlocal num_calls
+        num_calls += 1
+        await ask()
+        return "1"
+
+    async def reward(completions, **_):
+        await ask()
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(
+        "torch", tools=[calculator, get_weather, get_price], reward_funcs=[*REWARDS, reward],
+        max_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    assert len(loops) == 1 and num_calls > 3
+    key = "tools/calculator/failure_frequency"
+    assert {entry[key] for entry in trainer.state.log_history if key in entry} == {0.0}
 
 
 def test_the_record_holds_what_was_trained(make_trainer, tmp_path):

@@ -27,10 +27,7 @@ def run(calls, tools, timeout_s=5.0, **options):
 
     async def work():
         runner = ToolRunner(timeout_s=timeout_s, **options)
-        try:
-            return await runner.run(calls, tools_by_name(tools))
-        finally:
-            runner.close()
+        return await runner.run(calls, tools_by_name(tools))
 
     return [(result.status, result.content) for result in asyncio.run(work())]
 

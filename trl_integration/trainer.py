@@ -18,6 +18,7 @@ from agent_vllm.engines.learner import runs_as_reference
 from agent_vllm.engines.models import pad_token_id
 from agent_vllm.environments import Factory
 from agent_vllm.record import Redact
+from agent_vllm.tools import shared_loop
 from trl_integration.checks import check_arguments
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.environments import UserOfRow
@@ -148,6 +149,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         ids = [trajectory.completion_ids for trajectory in self.trajectories]  # without padding
+        self.async_loop = shared_loop().loop  # async reward functions may share clients with tools
         return self._score_rollout(super()._calculate_rewards(inputs, prompts, completions, ids))
 
     def _get_per_token_logps_and_entropies(

@@ -1,4 +1,4 @@
-"""Run one instance of an environment on threads of its own.
+"""Run one instance of an environment: sync methods on its own thread, async ones on a shared loop.
 
 Invariant: sync methods run on one thread, one after another, as in a plain script. Whatever they
 do, the wait for them ends in time.
@@ -14,7 +14,7 @@ from typing import Any
 
 from agent_vllm.environments.kinds import Kind, kind_of
 from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
-from agent_vllm.tools import LoopThread, Tool, ToolFailure, Worker, tools_by_name
+from agent_vllm.tools import Tool, ToolFailure, Worker, shared_loop, tools_by_name
 
 
 class EnvironmentFailed(Exception):
@@ -22,7 +22,7 @@ class EnvironmentFailed(Exception):
 
 
 class Instance:
-    """Hold an environment with its threads: one for sync methods, one with a loop for async ones.
+    """Hold an environment with the thread of its sync methods.
 
     Attributes:
         environment: what the factory made.
@@ -36,7 +36,6 @@ class Instance:
         self.label = ""
         self.is_usable = True
         self._worker: Worker | None = None
-        self._loop: LoopThread | None = None
 
     @classmethod
     async def make(cls, factory: Callable[[], Any], timeout_s: float | None) -> "Instance":
@@ -119,24 +118,24 @@ class Instance:
             raise EnvironmentFailed(f"{name} failed: {failed}") from failed
 
     async def call(self, work: Callable[[], Any]) -> Any:
-        """Run `work`, sync or async, on the instance's threads.
+        """Run `work`: on the instance's thread, or on the shared event loop if it is async.
 
         Raises:
             ToolFailure: it raised.
         """
         try:
             if inspect.iscoroutinefunction(work):
-                return await self._async_loop().call(work, None)
+                return await shared_loop().call(work, self.label, None)
             value = await self._sync_worker().call(work)
             if inspect.isawaitable(value):
-                return await self._async_loop().call(lambda: value, None)
+                return await shared_loop().call(lambda: value, self.label, None)
             return value
         except asyncio.CancelledError:
             self.is_usable = False
             raise
 
     def tool(self, tool: Tool) -> Tool:
-        """Return the same tool, run on the instance's own threads."""
+        """Return the same tool, run as the instance's methods are."""
 
         async def function(**arguments: Any) -> Any:
             return await self.call(functools.partial(tool.function, **arguments))
@@ -152,12 +151,10 @@ class Instance:
             raise
 
     def close(self) -> None:
-        """End the threads once they are free; returns at once."""
+        """End its thread once it is free; return at once."""
         if self._worker is not None:
             self._worker.stop()
-        if self._loop is not None and not self._loop.is_stuck:
-            self._loop.stop()
-        self._worker = self._loop = None
+            self._worker = None
 
     def _text(self, said: Any) -> str | None:
         if said is None or isinstance(said, str):
@@ -189,11 +186,6 @@ class Instance:
         if self._worker is None or self._worker.is_given_up:
             self._worker = Worker("environment")
         return self._worker
-
-    def _async_loop(self) -> LoopThread:
-        if self._loop is None or self._loop.is_stuck:
-            self._loop = LoopThread()
-        return self._loop
 
 
 def _shown(value: Any) -> str:

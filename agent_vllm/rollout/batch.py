@@ -208,10 +208,10 @@ async def rollout_batch_async(
     context.status.num_trajectories += len(tasks) * num_generations
     seed = engine.next_seed() if seed is None else seed
     episodes = list(_episodes(context, chat, tasks, num_generations, thinking_ratio, seed))
-    return await _run_all(episodes, context.runner)
+    return await _run_all(episodes)
 
 
-async def _run_all(episodes: Sequence[Episode], runner: ToolRunner) -> list[Trajectory]:
+async def _run_all(episodes: Sequence[Episode]) -> list[Trajectory]:
     try:
         with rare_full_collections():
             async with asyncio.TaskGroup() as group:
@@ -219,8 +219,6 @@ async def _run_all(episodes: Sequence[Episode], runner: ToolRunner) -> list[Traj
     except BaseExceptionGroup as errors:
         error = _first(errors)
         raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None
-    finally:
-        runner.close()
     return [task.result() for task in running]
 
 

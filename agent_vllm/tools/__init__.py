@@ -18,11 +18,10 @@ from agent_vllm.tools.results import (
 from agent_vllm.tools.runner import ToolRunner
 from agent_vllm.tools.selection import select_tools
 from agent_vllm.tools.tool import Tool, as_tool, row_function, tool_name, tools_by_name
-from agent_vllm.tools.workers import LoopThread, Worker
+from agent_vllm.tools.workers import Worker, shared_loop
 
 __all__ = [
     "MAX_RESULT_CHARS",
-    "LoopThread",
     "McpTools",
     "Tool",
     "ToolFailure",
@@ -35,6 +34,7 @@ __all__ = [
     "isolated",
     "row_function",
     "select_tools",
+    "shared_loop",
     "tool_name",
     "tools_by_name",
 ]

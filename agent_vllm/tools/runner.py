@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.tools.tool import Tool
-from agent_vllm.tools.workers import LoopThread, call_in_thread
+from agent_vllm.tools.workers import call_in_thread, shared_loop
 from agent_vllm.types import ToolCall, ToolResult
 
 _FIRST_RETRY_S = 0.1  # doubles with every further one
 
 
 class ToolRunner:
-    """Run calls concurrently: sync tools on threads, async tools on one event loop of their own.
+    """Run calls concurrently: sync tools on threads, async tools on the program's one event loop.
 
     A call that times out is answered at once. Its async task is cancelled. Its thread is
     interrupted: a Python loop ends, and a thread inside C code (a sleep, a lock) ends when that
@@ -35,7 +35,6 @@ class ToolRunner:
         self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency)
         self._gates: dict[int, _Gate] = {}  # by the id of a tool's function
-        self._async_loop: LoopThread | None = None
 
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float | None = None
@@ -54,12 +53,6 @@ class ToolRunner:
         if len(calls) == 1:  # no task of its own
             return [await self._run_one(calls[0], tools, give_up_at)]
         return await asyncio.gather(*(self._run_one(call, tools, give_up_at) for call in calls))
-
-    def close(self) -> None:
-        """Cancel async calls that still run and end their loop; returns at once."""
-        if self._async_loop is not None:
-            self._async_loop.stop()
-            self._async_loop = None
 
     async def _run_one(
         self, call: ToolCall, tools: Mapping[str, Tool], give_up_at: float | None
@@ -109,14 +102,9 @@ class ToolRunner:
             text = await call_in_thread(lambda: _called(tool, arguments), tool.name, limit_s)
             if isinstance(text, str):
                 return text
-            return await self._loop.call(lambda: _awaited(text), limit_s)
-        return await self._loop.call(lambda: _awaited(_fresh_call(tool, arguments)), limit_s)
-
-    @property
-    def _loop(self) -> LoopThread:
-        if self._async_loop is None or self._async_loop.is_stuck:
-            self._async_loop = LoopThread()
-        return self._async_loop
+            return await shared_loop().call(lambda: _awaited(text), tool.name, limit_s)
+        work = lambda: _awaited(_fresh_call(tool, arguments))  # noqa: E731
+        return await shared_loop().call(work, tool.name, limit_s)
 
     def _gate(self, tool: Tool) -> "contextlib.AbstractAsyncContextManager[None]":
         if tool.max_concurrency is None and tool.max_calls_per_s is None:

@@ -1,14 +1,17 @@
-"""Run sync functions on threads and coroutines on event loops of their own, with a timeout.
+"""Run sync functions on threads and coroutines on one event loop, with a timeout.
 
 Invariant: the wait for a call ends in time, and whatever the call raises is a `ToolFailure` (or a
 `ToolInterrupted`). A thread that still runs a call nobody waits for is interrupted and never used
-again; at most `MAX_HANGING_CALLS` such threads may be outstanding.
+again; at most `MAX_HANGING_CALLS` such threads may be outstanding. Threads and the loop serve every
+rollout of the program, so what user code caches in them lives on.
 """
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import ctypes
+import logging
 import os
 import queue
 import threading
@@ -26,8 +29,11 @@ _IDLE_S = 2.0  # an idle thread ends after this time without a call
 _PING_S = 0.5  # time for a loop to answer
 _CANCEL_S = 2.0  # time for cancelled tasks to end
 
+_log = logging.getLogger(__name__)
 _idle: list["Worker"] = []  # changed by single operations that no other thread can come between
 _hanging: set[threading.Thread] = set()
+_sharing = threading.Lock()  # held while the shared loop is looked at or replaced
+_shared_loop: "LoopThread | None" = None
 
 
 class Interrupted(BaseException):
@@ -130,11 +136,55 @@ class Worker:
         _interrupt(self.thread)
 
 
+def shared_loop() -> "LoopThread":
+    """Return the event loop of all async tools, users and environments.
+
+    It lives as long as the program. Once a call holds it and can't be interrupted, another takes
+    its place, with a warning.
+
+    Raises:
+        ToolFailure: the process has no thread or file descriptor left.
+    """
+    global _shared_loop
+    with _sharing:
+        if _shared_loop is not None and _shared_loop.is_stuck:
+            _log.warning(
+                "A call of `%s` holds the event loop and can't be interrupted. Async tools go on "
+                "in a new loop: clients, locks and pools that they cached belong to the old one. "
+                "Let it await what takes time, or make it a sync function.",
+                _shared_loop.held_by,
+            )
+            _shared_loop = None
+        if _shared_loop is None:
+            _shared_loop = LoopThread()
+        return _shared_loop
+
+
+@atexit.register
+def _stop_shared_loop() -> None:
+    """Let what still runs on the loop clean up."""
+    if _shared_loop is not None and not _shared_loop.is_stuck:
+        _shared_loop.stop(timeout_s=_CANCEL_S)
+
+
+def _forget_threads() -> None:
+    """Start afresh in a forked process, in which none of the threads exists."""
+    global _shared_loop, _sharing
+    _sharing, _shared_loop = threading.Lock(), None
+    _idle.clear()
+    _hanging.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
 class LoopThread:
     """Run an event loop on its own thread, so that a coroutine that never yields stalls no rollout.
 
     Attributes:
         is_stuck: a coroutine holds the loop and can't be interrupted. Use another one.
+        held_by: name of the call that holds it.
+        loop: the event loop itself.
 
     Raises:
         ToolFailure: the process has no thread or file descriptor left.
@@ -142,44 +192,46 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.is_stuck = False
+        self.held_by = ""
         self._is_being_freed = False
         try:
-            self._loop = asyncio.new_event_loop()
+            self.loop = asyncio.new_event_loop()
         except OSError as error:
             raise ToolFailure(f"Not run: no event loop could be made ({error}).") from error
         try:
             self._thread = _started_thread(self._run, "async tools")
         except ToolFailure:
-            self._loop.close()
+            self.loop.close()
             raise
 
-    async def call(self, work: Callable[[], Awaitable[T]], timeout_s: float | None) -> T:
-        """Return what the awaitable that `work` gives returns.
+    async def call(self, work: Callable[[], Awaitable[T]], name: str, timeout_s: float | None) -> T:
+        """Return what the awaitable that `work` gives returns; `name` is the call's in warnings.
 
         Raises:
             TimeoutError: it took longer; its task was cancelled.
             ToolFailure: it raised, or cancelled itself.
             ToolInterrupted: it raised KeyboardInterrupt.
         """
-        future = asyncio.run_coroutine_threadsafe(_run_async(work), self._loop)
+        future = asyncio.run_coroutine_threadsafe(_run_async(work, name), self.loop)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
         except (TimeoutError, asyncio.CancelledError):
-            await self._free()
+            await self._free(name)
             raise
 
-    def stop(self) -> None:
-        """Cancel the remaining tasks and end the thread; returns at once."""
-        asyncio.run_coroutine_threadsafe(self._stop(cancel=True), self._loop)
+    def stop(self, timeout_s: float) -> None:
+        """Cancel the remaining tasks and end the thread; wait no longer than `timeout_s`."""
+        asyncio.run_coroutine_threadsafe(self._stop(cancel=True), self.loop)
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         while True:
             # What gets here is an interrupt that came late, or a background task's SystemExit.
             with contextlib.suppress(BaseException):
-                self._loop.run_forever()
+                self.loop.run_forever()
                 break
-        self._loop.close()
+        self.loop.close()
 
     async def _stop(self, *, cancel: bool) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -188,10 +240,10 @@ class LoopThread:
                 task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_S if cancel else None)
-        await self._loop.shutdown_asyncgens()
-        self._loop.stop()
+        await self.loop.shutdown_asyncgens()
+        self.loop.stop()
 
-    async def _free(self) -> None:
+    async def _free(self, name: str) -> None:
         """Interrupt a task that holds the loop; give the loop up if that does not help.
 
         Of calls that time out together one does this, and the others wait for it.
@@ -204,17 +256,19 @@ class LoopThread:
         try:
             if await self._answers():
                 return
+            task = asyncio.current_task(self.loop)
+            self.held_by = task.get_name() if task is not None else name
             _interrupt(self._thread)
             if await self._answers():
                 return
             self.is_stuck = True  # the tasks that wait on it may still end in their time
-            asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self._loop)
+            asyncio.run_coroutine_threadsafe(self._stop(cancel=False), self.loop)
         finally:
             self._is_being_freed = False
 
     async def _answers(self) -> bool:
         answered = threading.Event()
-        self._loop.call_soon_threadsafe(answered.set)
+        self.loop.call_soon_threadsafe(answered.set)
         give_up = time.monotonic() + _PING_S
         while not answered.is_set() and time.monotonic() < give_up:
             await asyncio.sleep(0.01)
@@ -257,9 +311,9 @@ def _run(work: Callable[[], T], outcome: Future[T]) -> None:
             outcome.set_result(value)
 
 
-async def _run_async(work: Callable[[], Awaitable[T]]) -> T:
+async def _run_async(work: Callable[[], Awaitable[T]], name: str) -> T:
     """Tell a task that cancelled itself, which is its own failure, from one that is cancelled."""
-    task = asyncio.ensure_future(_guarded(work))
+    task = asyncio.create_task(_guarded(work), name=name)
     try:
         return await task
     except asyncio.CancelledError as error:
