@@ -557,7 +557,7 @@ def tool_without_docstring(x: int) -> int:
         (
             {"train_dataset": Dataset.from_dict({"prompt": ["a"] * 8})},
             ValueError,
-            "conversational prompts",
+            "conversational prompt .* where there are tools",
         ),
         (
             {"train_dataset": Dataset.from_dict({"prompt": [[]] * 8, "images": [[]] * 8})},

@@ -4,8 +4,11 @@ Invariant: what is not supported raises with a reason and a remedy; nothing is s
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
@@ -102,13 +105,14 @@ def _check_correction(args: AgentGRPOConfig) -> None:
 
 
 def check_datasets(
-    train_dataset: Any, eval_dataset: Any, *, needs_prompt: bool
+    train_dataset: Any, eval_dataset: Any, *, needs_prompt: bool, takes_text: bool
 ) -> dict[str, Dataset]:
     """
     Check the datasets whose rows can be read before training.
 
     Args:
         needs_prompt: whether only a column can give the prompts.
+        takes_text: whether a prompt may be text.
 
     Returns:
         `dict[str, Dataset]`: those datasets, by the argument that gave them.
@@ -119,11 +123,17 @@ def check_datasets(
         datasets |= {f"eval_dataset[{key!r}]": value for key, value in eval_dataset.items()}
     seen = {name: value for name, value in datasets.items() if isinstance(value, Dataset)}
     for name, dataset in seen.items():
-        _check_dataset(name, dataset, needs_prompt)
+        _check_columns(name, dataset, needs_prompt)
+        if "prompt" in dataset.column_names:
+            rows = {0, *_rows_without_prompt(dataset)} if needs_prompt else {0}
+            for row in sorted(rows):
+                check_prompt(
+                    dataset[row]["prompt"], f"Row {row} of `{name}`", needs_prompt, takes_text
+                )
     return seen
 
 
-def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
+def _check_columns(name: str, dataset: Dataset, needs_prompt: bool) -> None:
     if len(dataset) == 0:
         raise ValueError(f"`{name}` is empty; it needs at least one row.")
     images = [column for column in ("image", "images") if column in dataset.column_names]
@@ -131,18 +141,48 @@ def _check_dataset(name: str, dataset: Dataset, needs_prompt: bool) -> None:
         raise ValueError(
             f"`{name}` has a column {images[0]!r}, and rollouts are text only. Remove the column."
         )
-    if "prompt" not in dataset.column_names:
-        if not needs_prompt:
-            return
+    if needs_prompt and "prompt" not in dataset.column_names:
         raise ValueError(
             f"`{name}` must have a column 'prompt', got {dataset.column_names}. Rename the column "
             "that holds the conversations."
         )
-    if not isinstance(dataset[0]["prompt"], list):
+
+
+def _rows_without_prompt(dataset: Dataset) -> Iterator[int]:
+    """Yield the rows whose prompt is None or has no message, without reading the others' messages."""
+    if dataset.format["type"] == "custom":  # a transform may write the prompts
+        return
+    first = 0
+    for table in dataset.select_columns("prompt").with_format("arrow").iter(10_000):
+        prompts = table["prompt"]
+        is_missing = pc.is_null(prompts)
+        if pa.types.is_list(prompts.type) or pa.types.is_large_list(prompts.type):
+            is_missing = pc.fill_null(pc.equal(pc.list_value_length(prompts), 0), True)
+        yield from (first + row for row, missing in enumerate(is_missing.to_pylist()) if missing)
+        first += len(prompts)
+
+
+def check_prompt(prompt: Any, owner: str, needs_prompt: bool, takes_text: bool) -> None:
+    """
+    Refuse a prompt that no rollout can begin with, wherever its row came from.
+
+    Args:
+        owner: names the row.
+        needs_prompt: whether the row must have one.
+        takes_text: whether it may be text.
+    """
+    if isinstance(prompt, str):
+        if not takes_text:
+            raise ValueError(
+                f"{owner} must have a conversational prompt (a list of messages) where there are "
+                "tools, an environment or a user, got str. Conversational prompts are "
+                '[{"role": "user", "content": ...}].'
+            )
+    elif isinstance(prompt, Sequence) and prompt:
+        return
+    elif prompt or needs_prompt:
         raise ValueError(
-            f"`{name}` must have conversational prompts (lists of messages), got "
-            f"{type(dataset[0]['prompt']).__name__}. Use "
-            '[{"role": "user", "content": ...}].'
+            f"{owner} must have a prompt with at least one message, got {prompt!r}. Remove the row."
         )
 
 

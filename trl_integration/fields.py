@@ -31,7 +31,7 @@ class TRLFields:
     completion_ids: list[list[int]]  # [C]
     tool_mask: list[list[int]]  # [C]
     logprobs: list[list[float]]  # [C], 0.0 where nothing was sampled
-    completions: list[list[dict[str, Any]]]  # messages after the prompt
+    completions: list[list[dict[str, Any]]] | list[str]  # messages after the prompt, or text
 
     @property
     def num_trained_tokens(self) -> list[int]:
@@ -55,6 +55,8 @@ def to_trl(
     trajectories: Sequence[Trajectory],
     pad_token_id: int,
     exclusions: Sequence[Exclusion | None],
+    *,
+    as_text: bool = False,
 ) -> TRLFields:
     """Convert finished trajectories to TRL's fields.
 
@@ -63,7 +65,9 @@ def to_trl(
 
     Args:
         exclusions: one per trajectory; the mask of an excluded one is 0 everywhere.
+        as_text: completions are the text of the messages, as TRL has it where prompts are text.
     """
+    completions = [t.completion_messages for t in trajectories]
     rows = [
         _row(trajectory, pad_token_id, reason is not None)
         for trajectory, reason in zip(trajectories, exclusions, strict=True)
@@ -73,8 +77,12 @@ def to_trl(
         completion_ids=[ids for ids, _, _ in rows],
         tool_mask=[mask for _, mask, _ in rows],
         logprobs=[logprobs for _, _, logprobs in rows],
-        completions=[t.completion_messages for t in trajectories],
+        completions=list(map(_text, completions)) if as_text else completions,
     )
+
+
+def _text(messages: Sequence[dict[str, Any]]) -> str:
+    return "".join(message["content"] for message in messages)
 
 
 def _row(

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from agent_vllm.chat import TEXT_ROLE
 from agent_vllm.errors import RecordError
 from agent_vllm.record import ReplayRolloutEngine, RolloutRecord, batch_name, to_trajectory
 from agent_vllm.types import Trajectory
@@ -86,7 +87,7 @@ class RescoringTrainer(AgentGRPOTrainer):
         self.model.train(records[0]["mode"] == "train")
         if self._is_model_real and min(min(r["completion_ids"], default=0) for r in records) < 0:
             raise RecordError(f"{batch_name(records[0])} has redacted ids; replay without a model.")
-        rows = [{**r["row"], "prompt": r["messages"][: r["num_prompt_messages"]]} for r in records]
+        rows = [{**r["row"], "prompt": _prompt(r)} for r in records]
         inputs = self._generate_and_score_completions(rows)
         with torch.no_grad():
             loss = self._compute_loss(self.model, inputs).item()
@@ -133,6 +134,13 @@ def rescoring_config(**settings: Any) -> AgentGRPOConfig:
         "disable_tqdm": True,
     }
     return AgentGRPOConfig(**{**defaults, **settings})
+
+
+def _prompt(record: RolloutRecord) -> list[Any] | str:
+    """Return the prompt as the dataset had it."""
+    messages = record["messages"][: record["num_prompt_messages"]]
+    is_text = [message.get("role") for message in messages] == [TEXT_ROLE]
+    return messages[0]["content"] if is_text else messages
 
 
 def _group_size(records: Sequence[RolloutRecord]) -> int:

@@ -7,12 +7,12 @@ code each of these happens. Invariant: every rollout is sampled with the learner
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from agent_vllm.chat import ChatFormat
+from agent_vllm.chat import ChatFormat, DecodedChatFormat, TextFormat
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.environments import Factory
 from agent_vllm.environments.user import user_suffix_ids
@@ -20,8 +20,8 @@ from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.tools import tool_name
-from agent_vllm.types import Trajectory
-from trl_integration.checks import check_datasets, check_setup
+from agent_vllm.types import Messages, Trajectory
+from trl_integration.checks import check_datasets, check_prompt, check_setup
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import RolloutLost
 from trl_integration.engine_mixin import EngineMixin
@@ -35,6 +35,11 @@ from trl_integration.training_rollout import RolloutSeeds, TrainingRollout
 
 ToolsArgument = ToolFunctions | Callable[[Row], ToolFunctions] | None
 Inputs = list[dict[str, Any]]
+
+
+def has_text_prompts(prompts: Sequence[Any]) -> bool:
+    """Return whether a batch's prompts are text, which TRL tells by the first one."""
+    return isinstance(prompts[0], str)
 
 
 class RolloutMixin(EngineMixin):
@@ -76,9 +81,13 @@ class RolloutMixin(EngineMixin):
     ) -> None:
         """Set up what rows bring to their trajectories, before TRL's constructor."""
         self._row_tools = RowTools(tools)
-        needs_prompt = environment_factory is None
-        datasets = check_datasets(train_dataset, eval_dataset, needs_prompt=needs_prompt)
         self._environments = RowEnvironments(environment_factory, user, args)
+        datasets = check_datasets(
+            train_dataset,
+            eval_dataset,
+            needs_prompt=not self._environments,
+            takes_text=self._is_one_answer,
+        )
         self._environments.check(self._row_tools.names, datasets)
 
     def _start_rollouts(
@@ -93,13 +102,7 @@ class RolloutMixin(EngineMixin):
         self.environment_factories = None  # TRL's handling lets one environment end all of them
         # TRL judges truncation by the last token; here the stop reason does, in `TrainingRollout`.
         self.mask_truncated_completions = False
-        self.chat_format = chat_format or ChatFormat.from_tokenizer(
-            self._tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            template_kwargs=self.chat_template_kwargs,
-            needs_tools=bool(self._row_tools or self._environments),
-            escape_tool_results=self.args.escape_tool_results,
-        )
+        self.chat_format = chat_format or self._own_format()
         if self._environments.have_users:
             user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         self._start_engine(engine)
@@ -110,6 +113,32 @@ class RolloutMixin(EngineMixin):
         self._record = None
         if self.args.record_rollouts:
             self._record = TrainingRecord(self._output_dir, rank, self._tokenizer, redact)
+
+    @property
+    def _offers_tools(self) -> bool:
+        return bool(self._row_tools or self._environments)
+
+    @property
+    def _is_one_answer(self) -> bool:
+        """Whether nothing but one completion of the model follows any prompt."""
+        return not self._offers_tools and not self._environments.have_users
+
+    def _own_format(self) -> ChatFormat:
+        tokenizer = self._tokenizer
+        if self._is_one_answer and tokenizer.chat_template is None:
+            return TextFormat.of(tokenizer, self.eos_token_ids)
+        is_read_by_template = any(
+            getattr(tokenizer, name, None) is not None
+            for name in ("response_template", "response_schema")
+        )
+        is_decoded = self._is_one_answer and not is_read_by_template  # as in TRL
+        return (DecodedChatFormat if is_decoded else ChatFormat).from_tokenizer(
+            tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            template_kwargs=self.chat_template_kwargs,
+            needs_tools=self._offers_tools,
+            escape_tool_results=self.args.escape_tool_results,
+        )
 
     def close(self) -> None:
         """Close the engine that this trainer built, the environments and the record."""
@@ -148,6 +177,13 @@ class RolloutMixin(EngineMixin):
 
     def _begin_rollout(self, rows: Inputs) -> TrainingRollout:
         self.environments = None  # TRL would reset them
+        for index, row in enumerate(rows):  # of streams and of `evaluate`, which nobody has checked
+            check_prompt(
+                row.get("prompt"),
+                f"Row {index} of the batch",
+                needs_prompt=not self._environments,
+                takes_text=self._is_one_answer,
+            )
         self._environments.start(rows, self.chat_format)
         return TrainingRollout(
             mode=self._mode,
@@ -186,13 +222,14 @@ class RolloutMixin(EngineMixin):
         status = RolloutStatus()
         rollout.started = time.time()
         stats_before = self.rollout_engine.stats()
+        chat, conversations = self._conversations(prompts)
         is_shown = self.args.rollout_progress and self.accelerator.is_main_process
         title = f"{rollout.mode} rollout at step {rollout.step}"
         with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
             trajectories = rollout_batch(
                 self.rollout_engine,
-                self.chat_format,
-                prompts,
+                chat,
+                conversations,
                 rollout.tools,
                 users_batch=[self._environments.user(index) for index in rows],
                 failed_batch=self._environments.errors,
@@ -211,6 +248,13 @@ class RolloutMixin(EngineMixin):
         stats = self.rollout_engine.stats()
         rollout.engine_stats = stats and stats_before and stats.since(stats_before)
         return trajectories
+
+    def _conversations(self, prompts: list[Any]) -> tuple[ChatFormat, list[Messages]]:
+        """Return the batch's prompts as messages, and the format that writes them."""
+        if not has_text_prompts(prompts):
+            return self.chat_format, prompts
+        text_format = TextFormat.of(self._tokenizer, self.eos_token_ids)
+        return text_format, [TextFormat.messages(prompt) for prompt in prompts]
 
     def _give_up_rollout(self) -> None:
         """Record a lost rollout, give its seed to the next try, and raise `RolloutLost`."""

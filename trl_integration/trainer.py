@@ -24,7 +24,7 @@ from trl_integration.config import AgentGRPOConfig
 from trl_integration.environments import UserOfRow
 from trl_integration.fields import to_trl
 from trl_integration.metrics import GapMeter, correction_metrics
-from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument
+from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument, has_text_prompts
 
 
 class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
@@ -53,7 +53,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, and all others of [`~trl.GRPOTrainer`]:
-            As there. Prompts must be conversational. `rollout_func` is refused.
+            As there. Prompts may be text where there are no tools, environment or user. `rollout_func` is refused.
         args ([`AgentGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         tools (`list` or `Callable`, *optional*):
@@ -133,7 +133,12 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         rollout = self._run_rollout(prompts)
         self._gap.expect(rollout.mode, self.rollout_engine.policy_version)
-        fields = to_trl(rollout.trajectories, pad_token_id(self._tokenizer), rollout.exclusions)
+        fields = to_trl(
+            rollout.trajectories,
+            pad_token_id(self._tokenizer),
+            rollout.exclusions,
+            as_text=has_text_prompts(prompts),
+        )
         return (
             fields.prompt_ids,
             fields.completion_ids,

@@ -1,8 +1,8 @@
 """Turn conversations into token ids, and sampled ids back into messages and calls.
 
-`format` is the hot path, `codec` encodes and decodes, `template` renders, `probe` learns from a
-template when a format is built, `parsing` reads assistant turns. Invariant: what was sampled is
-never decoded and encoded again.
+`format` is the hot path, `text` is for where nothing can be called, `codec` encodes and decodes,
+`template` renders, `probe` learns from a template when a format is built, `parsing` reads assistant
+turns. Invariant: what was sampled is never decoded and encoded again.
 """
 
 from agent_vllm.chat.codec import num_common
@@ -17,13 +17,17 @@ from agent_vllm.chat.parsing import (
     response_templates,
 )
 from agent_vllm.chat.template import ChatTemplate
+from agent_vllm.chat.text import TEXT_ROLE, DecodedChatFormat, TextFormat
 
 __all__ = [
+    "TEXT_ROLE",
     "ChatFormat",
     "ChatTemplate",
+    "DecodedChatFormat",
     "ResponseParser",
     "ResponseTemplateParser",
     "SampledTurn",
+    "TextFormat",
     "named_parser",
     "num_common",
     "parse_hermes",

@@ -88,10 +88,8 @@ class ChatFormat:
             ValueError: no parser has this name.
         """
         template = choose_template(tokenizer, template_kwargs or {}, needs_tools=needs_tools)
-        known_ends = _known_ends(tokenizer, eos_token_ids)
-        probe = TemplateProbe(
-            codec=TokenCodec(tokenizer), template=template, end_token_ids=known_ends
-        )
+        ends = known_ends(tokenizer, eos_token_ids)
+        probe = TemplateProbe(codec=TokenCodec(tokenizer), template=template, end_token_ids=ends)
         if isinstance(parser, str):
             parser = named_parser(parser, tokenizer)
         marks = probe.turn_marks() if needs_tools else probe.answer_marks()
@@ -99,7 +97,7 @@ class ChatFormat:
         chat = cls(
             tokenizer=tokenizer,
             template=template,
-            end_token_ids=tuple(dict.fromkeys((*known_ends, *added_ends))),
+            end_token_ids=tuple(dict.fromkeys((*ends, *added_ends))),
             marks=marks,
             parser=parse_hermes if parser is None else safely(parser),
             escape_tool_results=escape_tool_results,
@@ -265,7 +263,12 @@ class ChatFormat:
         return "" if known is None else self.codec.token_text(known)
 
 
-def _known_ends(tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> tuple[int, ...]:
+def known_ends(tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids that end a turn: the tokenizer's, then `more`.
+
+    Raises:
+        ChatTemplateError: there are none.
+    """
     ids = [tokenizer.eos_token_id, *more]
     found = tuple(dict.fromkeys(token for token in ids if token is not None))
     if not found:

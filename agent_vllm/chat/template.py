@@ -263,11 +263,16 @@ def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(template, dict):
         template = template.get("tool_use") or template.get("default")
     if not template:
-        raise ChatTemplateError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
-            "`tokenizer.chat_template` to one with tool support."
-        )
+        raise ChatTemplateError(no_template(tokenizer))
     return template
+
+
+def no_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the error's text for a conversation without a template."""
+    return (
+        f"The tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
+        "`tokenizer.chat_template` to one with tool support."
+    )
 
 
 def _check_tool_support(tokenizer: PreTrainedTokenizerBase, text: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agent_vllm.chat import TEXT_ROLE
 from agent_vllm.errors import RecordError
 from agent_vllm.record import RolloutRecord, read_rollouts
 
@@ -128,7 +129,7 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
     statuses = Counter(call.result.status for call in trajectory.calls)
     rewards = {name: _number(value) for name, value in record.rewards.items()}
     known = [value for value in rewards.values() if value is not None]
-    asked = [message for message in prompt if message.get("role") == "user"]
+    asked = [message for message in prompt if message.get("role") in ("user", TEXT_ROLE)]
     answers = [message for message in completion if message.get("role") == "assistant"]
     return {
         **{name: record[name] for name in _AS_RECORDED},

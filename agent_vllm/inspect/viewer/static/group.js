@@ -7,14 +7,14 @@ async function groupView(row, onOpen) {
   return [
     title,
     el("p", { class: "lead" }, groupText(rows)),
-    textBlock(lastContent(bodies[0].prompt, "user"), "prose question"),
+    textBlock(lastContent(bodies[0].prompt, "user", "prompt"), "prose question"),
     el("ol", { class: "samples" }, rows.map((other, i) =>
       sampleCard(other, lastContent(bodies[i].completion, "assistant"), other.id === row.id, onOpen))),
   ];
 }
 
-function lastContent(messages, role) {
-  return messages.findLast((message) => message.role === role)?.content ?? "";
+function lastContent(messages, ...roles) {
+  return messages.findLast((message) => roles.includes(message.role))?.content ?? "";
 }
 
 function groupText(rows) {
