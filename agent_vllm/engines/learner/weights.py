@@ -112,9 +112,7 @@ class LearnerWeights:
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Return the active LoRA adapter alone; see `peft.adapter_tensors`."""
-        tensors = peft.adapter_tensors(self.model)
-        self.num_bytes_read += sum(tensor.nbytes for tensor in tensors.values())
-        return tensors
+        return self._counted(peft.adapter_tensors(self.model))
 
     def join_gathers(self) -> None:
         """Take part in gathering `tensors` on a rank that needs no values."""
@@ -138,14 +136,16 @@ class LearnerWeights:
         reshard(self.model)
         return list(_walk(self.model))
 
+    def _counted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.num_bytes_read += sum(tensor.nbytes for tensor in tensors.values())
+        return tensors
+
     def _read(self, units: list[WeightUnit], merged: bool) -> NamedTensors:
         remaining = iter(units)
         try:
             yield "", torch.empty(0)  # for `_started`
             for unit in remaining:
-                for name, tensor in unit.read(merged).items():
-                    self.num_bytes_read += tensor.nbytes
-                    yield name, tensor
+                yield from self._counted(unit.read(merged)).items()
         finally:
             if self.is_sharded:
                 for unit in remaining:
