@@ -296,7 +296,7 @@ def _fresh_process(code: str, folder: str) -> float:
     # The default size of the cache is nearly all of the machine's memory, which others may hold.
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.getcwd()}
     with tempfile.TemporaryDirectory() as scripts:
-        script = Path(scripts) / "start.py"  # vLLM's own processes import it anew
+        script = Path(scripts) / "start.py"  # vLLM's own processes import it again
         script.write_text("\n".join(lines))
         process = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, env=environment

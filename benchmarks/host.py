@@ -162,7 +162,7 @@ def memory(quick: bool) -> list[Figure]:
     return [
         Figure(
             id="B10", what=f"host memory of {num_tasks} live trajectories of {num_tokens} tokens",
-            goal=at_most(64), values=[(resident[0] - before) / total], unit="bytes a token",
+            goal=at_most(64), values=[(resident[0] - before) / total], unit="bytes per token",
         )
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Every chat template that TRL ships, on a tokenizer of its own: what passes, what is refused.
 
-`python tests/families.py > docs/chat_templates.md` writes that page anew. A tokenizer is a
+`python tests/families.py > docs/chat_templates.md` writes that page again. A tokenizer is a
 byte-level BPE trained on the template's own text in milliseconds, with the family's real control
 tokens, special or merely added as in the real tokenizers. Turns are taken from renders: what a
 model writes is what the template writes of an assistant's message behind the prompt.
@@ -391,7 +391,7 @@ def _row(name, chat):
         "itself" if is_own else "training variant",
         parser_name(chat),
         " ".join(sorted(ends, key=lambda text: not text.startswith("**"))),
-        "one" if chat.template.one_call_a_turn else "several",
+        "one" if chat.template.one_call_per_turn else "several",
         f"`{chat.thinking_switch}`" if chat.thinking_switch else "",
         "; ".join(f"{kind} ({why})" for kind, why in losses(name).items()),
     ]

@@ -40,7 +40,7 @@ NUM_BATCHES, NUM_ROWS = 50, 5  # a family: 10 * 50 * 5 = 2,500 conversations
 def turns_of(name):
     """Turns in this family's own form, by kind."""
     chat = chat_of(name)
-    one = chat.template.one_call_a_turn
+    one = chat.template.one_call_per_turn
 
     def ids(message):
         before, turn = sampled_turn(chat, message)

@@ -53,6 +53,10 @@ def test_a_users_reply_is_bounded_by_the_turn(chat, scripted, stuck):
     assert t.error.startswith("Timed out")
 
 
+def num_trained_tokens(group, exclusions):
+    return [sum(mask) for mask in to_trl(group, PAD, exclusions).tool_mask]
+
+
 def test_a_straggler_is_closed_with_what_it_has_and_its_group_stays(chat, scripted):
     """The third of four samples stalls in its second turn."""
     engine = scripted(lambda request: engine.encode_turn(turn_of(request)))
@@ -80,7 +84,7 @@ def test_a_straggler_is_closed_with_what_it_has_and_its_group_stays(chat, script
     whole = next(t for t in group if t is not late)
     assert late.completion_ids == whole.completion_ids[: len(late.completion_ids)]
     num_trained = [NUM_ADD if t is late else NUM_ADD + len("three") + 1 for t in group]
-    assert to_trl(group, PAD, [None] * len(group)).num_trained_tokens == num_trained
+    assert num_trained_tokens(group, [None] * len(group)) == num_trained
     excluded = [exclusion(t, mask_truncated=True) for t in group]
-    masked = to_trl(group, PAD, excluded).num_trained_tokens
+    masked = num_trained_tokens(group, excluded)
     assert masked == [0 if t is late else num for t, num in zip(group, num_trained, strict=True)]

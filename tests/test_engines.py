@@ -590,7 +590,7 @@ def test_what_vllm_left_unfinished_is_an_engine_error(changes, message):
 
 @pytest.mark.vllm
 def test_preempted_requests_come_back_whole(agent, monkeypatch):
-    """A cache of 12 blocks, two sequences long: of eight, some are thrown out and begin anew."""
+    """A cache of 12 blocks, two sequences long: of eight, some are evicted and start again."""
     model, tokenizer = agent
     with VLLMRolloutEngine(
         model, tokenizer, max_model_len=160, kv_cache_memory_bytes=12 << 15

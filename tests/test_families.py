@@ -39,7 +39,7 @@ each_template = pytest.mark.parametrize("name", accepted())
 
 def writable(chat, calls):
     """As many of the calls as this template writes in one turn."""
-    return calls[:1] if chat.template.one_call_a_turn else calls
+    return calls[:1] if chat.template.one_call_per_turn else calls
 
 
 def switched(chat):

@@ -16,7 +16,6 @@ def test_fields_of_two_rows():
     assert fields.completion_ids == [[3, 9, 4, 5, 6, 9], [7, 9]]
     assert fields.tool_mask == [[1, 1, 0, 0, 1, 1], [1, 1]]
     assert fields.logprobs == [[-0.5, -0.5, 0.0, 0.0, -0.5, -0.5], [-0.5, -0.5]]
-    assert fields.num_trained_tokens == [4, 2]
 
 
 def test_completions_are_the_messages_after_the_prompt():

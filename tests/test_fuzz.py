@@ -43,7 +43,7 @@ class Fuzzer:
             for thinking in (None, "hmm")
         ]
         turns.append(assistant(content="It is."))
-        if not chat.template.one_call_a_turn:
+        if not chat.template.one_call_per_turn:
             turns.append(assistant(CALLS))
         self.samples = [sampled_turn(chat, turn) for turn in turns]
         encode = chat.tokenizer.backend_tokenizer.encode

@@ -1,4 +1,4 @@
-"""A request that the engine fails is made once more, and nothing of the fault is left behind."""
+"""A request that the engine fails is retried, and nothing of the fault is left behind."""
 
 import asyncio
 import dataclasses

@@ -33,10 +33,6 @@ class TRLFields:
     logprobs: list[list[float]]  # [C], 0.0 where nothing was sampled
     completions: list[list[dict[str, Any]]] | list[str]  # messages after the prompt, or text
 
-    @property
-    def num_trained_tokens(self) -> list[int]:
-        return [sum(mask) for mask in self.tool_mask]
-
 
 def exclusion(trajectory: Trajectory, *, mask_truncated: bool = False) -> Exclusion | None:
     """Return why a trajectory must not be trained, as far as its ending tells; None if it may be.

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     trainer = _trainer(functions, args.model, args.config)
     num_differences = 0
     for records in read_batches(args.rollouts):
-        replayed = trainer.rescore(records)
-        differences = list(_differences(records, replayed.rewards))
+        rescored = trainer.rescore(records)
+        differences = list(_differences(records, rescored.rewards))
         num_differences += len(differences)
         batch = collate([to_trajectory(record) for record in records], pad_token_id=0)
-        print("\n".join(_report(records, replayed, differences, batch)))
+        print("\n".join(_report(records, rescored, differences, batch)))
     names = ", ".join(function.__name__ for function in functions)
     print(f"{names}: {num_differences} rewards differ from the recorded ones")
     return 1 if num_differences else 0
@@ -115,14 +115,14 @@ def _differences(
 
 def _report(
     records: Sequence[RolloutRecord],
-    replayed: "Rescored",
+    rescored: "Rescored",
     differences: Sequence[str],
     batch: TrainingBatch,
 ) -> Iterator[str]:
     num_groups = len({record["group"] for record in records})
     yield f"{batch_name(records[0])}: {len(records)} trajectories, {num_groups} prompts"
-    for name in replayed.rewards[0]:
-        scored = [row[name] for row in replayed.rewards if not math.isnan(row[name])]
+    for name in rescored.rewards[0]:
+        scored = [row[name] for row in rescored.rewards if not math.isnan(row[name])]
         note = "" if name in records[0]["rewards"] else ", not in the record"
         yield f"  {name}: mean {sum(scored) / max(len(scored), 1):.6g}{note}"
     yield from (f"  {line}" for line in differences[:_MAX_LISTED])
@@ -130,16 +130,16 @@ def _report(
         yield f"  and {len(differences) - _MAX_LISTED} more"
     shapes = (f"{name} {list(getattr(batch, name).shape)}" for name in _TENSORS)
     yield f"  tensors: {', '.join(shapes)}"
-    yield f"  tokens: {_token_counts(records, replayed)}"
+    yield f"  tokens: {_token_counts(records, rescored)}"
     num_known = sum(record["learner_logprobs"] is not None for record in records)
-    yield f"  loss: {replayed.loss!r}, learner logprobs recorded for {num_known}/{len(records)}"
+    yield f"  loss: {rescored.loss!r}, learner logprobs recorded for {num_known}/{len(records)}"
 
 
-def _token_counts(records: Sequence[RolloutRecord], replayed: "Rescored") -> str:
+def _token_counts(records: Sequence[RolloutRecord], rescored: "Rescored") -> str:
     num_prompt = sum(len(record["prompt_ids"]) for record in records)
     num_sampled = sum(sum(record["completion_mask"]) for record in records)
     num_completion = sum(len(record["completion_ids"]) for record in records)
-    num_trained = int((replayed.inputs["completion_mask"] * replayed.inputs["tool_mask"]).sum())
+    num_trained = int((rescored.inputs["completion_mask"] * rescored.inputs["tool_mask"]).sum())
     return (
         f"{num_prompt} prompt, {num_sampled} sampled, {num_completion - num_sampled} observed, "
         f"{num_trained} trained"

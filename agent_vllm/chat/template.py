@@ -36,15 +36,15 @@ class ChatTemplate:
         text: the Jinja text.
         kwargs: passed to every render.
         thinking_switch: the template's own name for its thinking switch, None if it has none.
-        one_call_a_turn: the template writes only one call and its result per turn; several results
-            are written as if each had followed a call of its own.
+        one_call_per_turn: the template writes only one call and its result per turn; several
+            results are written as if each had followed a call of its own.
     """
 
     tokenizer: PreTrainedTokenizerBase
     text: str
     kwargs: Mapping[str, Any]
     thinking_switch: str | None = None
-    one_call_a_turn: bool = False
+    one_call_per_turn: bool = False
 
     def render(
         self, messages: Messages, tools: Sequence[Tool] = (), *, add_generation_prompt: bool
@@ -81,7 +81,7 @@ class ChatTemplate:
 
     def tool_turn(self, results: Sequence[ToolResult], tools: Sequence[Tool] = ()) -> str:
         """Render the shortest conversation that ends with these results' calls."""
-        results = results[:1] if self.one_call_a_turn else results
+        results = results[:1] if self.one_call_per_turn else results
         calls = tuple((result.name, result.call_id) for result in results)
         return self._written_calls(calls, tuple(tool.schema_text for tool in tools))
 
@@ -110,7 +110,7 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template rewrites the turn instead of adding to it.
         """
-        if self.one_call_a_turn and len(results) > 1:
+        if self.one_call_per_turn and len(results) > 1:
             parts = [[result] for result in results]
             first = [
                 self.after_tool_turn(part, tools, add_generation_prompt=False)
@@ -190,7 +190,7 @@ def choose_template(
         return own
     variant = _training_variant(tokenizer, text)
     if variant is not None:
-        trained = _with_call_habit(dataclasses.replace(own, text=variant, one_call_a_turn=False))
+        trained = _with_call_habit(dataclasses.replace(own, text=variant, one_call_per_turn=False))
         reason = trained.why_not()
         if reason is None:
             return trained
@@ -310,7 +310,7 @@ def _with_call_habit(template: ChatTemplate) -> ChatTemplate:
         is_written = name in both or name not in alone
     except ChatTemplateError:
         is_written = False
-    return dataclasses.replace(template, one_call_a_turn=not is_written)
+    return dataclasses.replace(template, one_call_per_turn=not is_written)
 
 
 def _find_thinking_switch(template: ChatTemplate) -> str | None:

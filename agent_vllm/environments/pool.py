@@ -216,14 +216,14 @@ class Environments:
         self._idle = {name: given_back[name] + idle for name, idle in self._idle.items()}
 
     def _report(self, errors: Sequence[Any]) -> None:
-        told = [str(error) for error in errors if error is not None]
-        if told:
-            self.num_failed += len(told)
+        failures = [str(error) for error in errors if error is not None]
+        if failures:
+            self.num_failed += len(failures)
             _log.warning(
                 "%d environments failed, %d so far; their trajectories are left out. The first: %s",
-                len(told),
+                len(failures),
                 self.num_failed,
-                told[0],
+                failures[0],
             )
 
 

@@ -1,6 +1,6 @@
 """Compute what is left of a trajectory's limits: tokens, time, and which limit ends it.
 
-Pure: every function is told what was used and returns what is left. Knows no engine and no clock.
+Pure: every function gets what was used and returns what is left. Knows no engine and no clock.
 """
 
 from collections.abc import Iterable

@@ -124,7 +124,7 @@ IN_USER: dict[str, Callable[[Any], Any]] = {
 
 
 def user_of(kind: str | None, number: int) -> Callable[[Any], Any]:
-    """Asks once more after the first answer, or is the trouble."""
+    """Ask again after the first answer, or is the trouble."""
 
     def user(messages: list[dict[str, Any]]) -> str | None:
         said = [message["content"] for message in messages if message["role"] == "user"]

@@ -108,7 +108,7 @@ class WorkerExtension:
         return model_sizes(self.model_config.hf_config)  # type: ignore[attr-defined]
 
 
-if MEMORY_BACKEND not in WeightTransferEngineFactory._registry:  # imported anew in a forked worker
+if MEMORY_BACKEND not in WeightTransferEngineFactory._registry:  # imported again in a forked worker
     WeightTransferEngineFactory.register_engine(MEMORY_BACKEND, TrainerMemoryEngine)
 if current_platform.is_cpu():
     skip_rank_compilation()

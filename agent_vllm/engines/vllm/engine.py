@@ -196,8 +196,8 @@ class VLLMRolloutEngine(RolloutEngine):
 
 def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, Any]) -> None:
     """Refuse a float32 head that the engine would round."""
-    told = "head_dtype" in (engine_args.get("hf_overrides") or {})
-    if source.head_dtype == torch.float32 != dtype and not told:
+    is_set = "head_dtype" in (engine_args.get("hf_overrides") or {})
+    if source.head_dtype == torch.float32 != dtype and not is_set:
         raise ValueError(
             f"The learner's head is float32 and the engine would be {dtype}: their logprobs would "
             "differ. Keep both the same: leave the head as it is (`cast_lm_head_to_fp32=False`), "

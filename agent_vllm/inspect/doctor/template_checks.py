@@ -135,7 +135,7 @@ def find_calls(state: SubjectState) -> Finding:
     """Check that calls are read as the template writes them: one of each tool, two in a turn."""
     several = [example_call(tool) for tool in (*state.tools, state.tools[0])][:2]
     groups = [[example_call(tool)] for tool in state.tools]
-    if not state.chat.template.one_call_a_turn:
+    if not state.chat.template.one_call_per_turn:
         groups.append(several)
     for calls in groups:
         ids = state.written(calls)
@@ -150,7 +150,7 @@ def find_calls(state: SubjectState) -> Finding:
                 "`ChatFormat.from_tokenizer`).",
             )
     habit = (
-        "one call per turn" if state.chat.template.one_call_a_turn else "two in one turn as well"
+        "one call per turn" if state.chat.template.one_call_per_turn else "two in one turn as well"
     )
     text = state.decode(state.written([state.call]))
     return Finding(status="pass", evidence=f"{text!r} is read as it was meant; {habit}.")

@@ -10,7 +10,7 @@ import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from agent_vllm.errors import EmptyRecordError
 from agent_vllm.inspect.viewer.data import PageData, read_page_data, to_json
@@ -28,40 +28,34 @@ class LiveData:
         limit: newest trajectories to show.
 
     Attributes:
-        version: number of times that the file was read.
+        version: names the state of the file that was read last.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
         self.limit = limit
-        self.version = 0
+        self.version = ""
         self._data = PageData(name=path.name)
-        self._read_state: tuple[int, int] | None = None
         self._next_s = 0.0
         self._lock = threading.Lock()
 
     def current(self) -> PageData:
         """Return the data. Raises ValueError if the file is not a record, OSError if unreadable."""
         with self._lock:
-            state = self._file_state()
             start_s = time.monotonic()
-            if state != self._read_state and start_s >= self._next_s:
-                self._data = self._read()
-                self._next_s = start_s + (time.monotonic() - start_s) / _READING_SHARE
-                self._read_state = state
-                self.version += 1
+            if start_s >= self._next_s and self.path.exists():
+                status = self.path.stat()
+                version = f"{status.st_size}-{status.st_mtime_ns}"
+                if version != self.version:
+                    self._data = self._read()
+                    self._next_s = start_s + (time.monotonic() - start_s) / _READING_SHARE
+                    self.version = version
             return self._data
-
-    def _file_state(self) -> tuple[int, int] | None:
-        if not self.path.exists():
-            return None
-        status = self.path.stat()
-        return status.st_size, status.st_mtime_ns
 
     def _read(self) -> PageData:
         try:
             return read_page_data(self.path, self.limit)
-        except (FileNotFoundError, EmptyRecordError):  # nothing was recorded yet
+        except EmptyRecordError:  # nothing was recorded yet
             return PageData(name=self.path.name)
 
 
@@ -104,33 +98,31 @@ class _Handler(BaseHTTPRequestHandler):
     page: str
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = {name: values[0] for name, values in parse_qs(url.query).items()}
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{_HOST}:{port}", f"localhost:{port}"):
             self._answer(HTTPStatus.FORBIDDEN, f"Ask for {_HOST}.")
-        elif url.path == "/":
+            return
+        url = urlsplit(self.path)
+        if url.path == "/":
             self._answer(HTTPStatus.OK, self.page, "text/html")
-        elif url.path == "/index":
-            self._index(query.get("version"))
-        elif url.path == "/body" and query.get("id") in (bodies := self.live_data.current().bodies):
-            self._answer(HTTPStatus.OK, bodies[query["id"]], "application/json")
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, "Not here.")
-
-    def _index(self, seen_version: str | None) -> None:
-        """Answer with the index, or with nothing if the page has it already."""
+            return
         try:
-            index = self.live_data.current().index
+            self._answer_data(url.path, dict(parse_qsl(url.query)))
         except (OSError, ValueError) as error:
             self._answer(HTTPStatus.CONFLICT, str(error))
-            return
-        version = self.live_data.version
-        if seen_version == str(version):
-            self._answer(HTTPStatus.NO_CONTENT, "", "application/json")
-        else:
-            index = to_json(index | {"version": version})
+
+    def _answer_data(self, path: str, query: dict[str, str]) -> None:
+        """Answer with a body, or with the index unless the page has it already."""
+        data, version = self.live_data.current(), self.live_data.version
+        if path == "/index" and query.get("version") == version:
+            self._answer(HTTPStatus.NO_CONTENT, "")
+        elif path == "/index":
+            index = to_json(data.index | {"version": version})
             self._answer(HTTPStatus.OK, index, "application/json")
+        elif path == "/body" and query.get("id") in data.bodies:
+            self._answer(HTTPStatus.OK, data.bodies[query["id"]], "application/json")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "Not here.")
 
     def _answer(self, status: HTTPStatus, text: str, content_type: str = "text/plain") -> None:
         content = text.encode("utf-8", "replace")

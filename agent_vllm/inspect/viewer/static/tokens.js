@@ -1,4 +1,4 @@
-// One trajectory as tokens, coloured; a level is told by its colour and by its underline.
+// One trajectory as tokens, coloured; colour and underline show its level.
 
 // Of a level: class, name, and what belongs to it; the first that fits is taken.
 const UNKNOWN_LEVEL = { name: "none", label: "no figure", fits: () => true };
