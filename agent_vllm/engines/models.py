@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def context_length(config: Any) -> int:
@@ -26,6 +26,11 @@ def head_size(config: Any) -> int:
     """Return the size of one attention head."""
     text = config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Return whether layers carry a state from token to token, which padding may leak into."""
+    return model._is_stateful or any(DynamicCache(config=model.config).is_linear)
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -31,14 +31,17 @@ from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.learner import (
     LearnerWeights,
     check_shapes,
+    gap_to,
     model_source,
     own_config,
     plain_class,
+    tolerance_of,
 )
-from agent_vllm.engines.models import context_length, evaluating
+from agent_vllm.engines.models import context_length, evaluating, is_recurrent
 from agent_vllm.engines.request import GenerationRequest, ends_on_string
 from agent_vllm.engines.sampling_noise import NoiseStream, draw_noise, noise_stream
 from agent_vllm.engines.vllm.host_state import random_state_kept
+from agent_vllm.errors import UnsupportedModelError
 from agent_vllm.training import gather_logprobs, pad_rows
 from agent_vllm.types import Completion
 
@@ -57,6 +60,9 @@ class TorchRolloutEngine(RolloutEngine):
         max_batch_size: rows generated at once; halved when a batch runs out of memory.
         seed: for requests without a seed.
         hang_s: seconds without a token after which the engine counts as dead; None disables it.
+
+    Raises:
+        UnsupportedModelError: the model has recurrent layers and can't be sampled in batches.
 
     Example:
 
@@ -91,6 +97,8 @@ class TorchRolloutEngine(RolloutEngine):
         self._copy: PreTrainedModel | None = None
         self._driver = StepDriver("torch rollout engine", hang_s=hang_s)
         runnable = self._runnable(LearnerWeights(model))
+        if is_recurrent(runnable):
+            _check_recurrent(runnable, self.tokenizer, self.vocab_size)
         self._batch = _WholeBatches(
             runnable, self.tokenizer, max_batch_size, self._driver.note_progress
         )
@@ -123,6 +131,35 @@ class TorchRolloutEngine(RolloutEngine):
 
     def close(self) -> None:
         self._driver.close()
+
+
+def _check_recurrent(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> None:
+    """Check that a batch of uneven rows gets the logprobs that each row has by itself.
+
+    Raises:
+        UnsupportedModelError: padding leaks into the model's state, or its cache can't lose a row.
+    """
+
+    def sample(requests: list[GenerationRequest]) -> list[Completion]:
+        with evaluating(model):
+            rows = _generate(model, tokenizer, requests, lambda: None)
+        return [row.completion(0) for row in rows]
+
+    name, remedy = type(model).__name__, 'Use vLLM (rollout_engine="vllm").'
+    try:
+        gap = gap_to(model, sample, vocab_size, num_prompts=4)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"The torch engine can't run {name}, which has recurrent layers: "
+            f"{type(error).__name__}: {error}. {remedy}"
+        ) from error
+    if not gap <= tolerance_of(model.dtype):
+        raise UnsupportedModelError(
+            f"The torch engine can't run {name} in batches: its recurrent layers read padding, and "
+            f"logprobs are up to {gap:.2g} away from those of each row by itself. {remedy}"
+        )
 
 
 @torch.no_grad()
@@ -242,7 +279,7 @@ def _generate(
             alive = [alive[index] for index in keep]
             kept = torch.tensor(keep, device=device, dtype=torch.long)
             token_ids, mask = token_ids[kept], mask[kept]
-            cache.batch_select_indices(kept)
+            cache.reorder_cache(kept)
         input_ids = token_ids[:, None]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
     return rows

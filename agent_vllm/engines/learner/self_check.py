@@ -17,6 +17,7 @@ from agent_vllm.types import Completion
 
 _TOLERANCE = {torch.float32: 1e-3}  # nats; coarser types differ by 0.03 per token
 _TOLERANCE_HALF = 0.5
+_LENGTHS = ((8, 8), (5, 4))  # of prompt and completion: rows of a batch begin and end apart
 
 
 def check_against_learner(
@@ -38,13 +39,18 @@ def check_against_learner(
         WeightSyncError: the difference is larger than rounding explains.
     """
     gap = gap_to(model, sample, vocab_size, num_prompts)
-    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_HALF)
+    tolerance = tolerance_of(dtype)
     if not gap <= tolerance:
         raise WeightSyncError(
             f"After the first sync the engine's logprobs are {gap:.3g} away from the learner's (at "
             f"most {tolerance:g} is normal in {dtype}). vLLM's implementation of this model "
             "doesn't hold the same weights; use the torch engine."
         )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the largest difference that rounding explains, in nats."""
+    return _TOLERANCE.get(dtype, _TOLERANCE_HALF)
 
 
 def gap_to(
@@ -55,11 +61,11 @@ def gap_to(
 ) -> float:
     """Return the largest difference of a sampled logprob from the learner's, in nats."""
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocab_size, (num_prompts, 8), generator=generator).tolist()
-    requests = [
-        GenerationRequest(prompt_ids=prompt, max_new_tokens=8, seed=seed)
-        for seed, prompt in enumerate(prompts)
-    ]
+    requests = []
+    for seed in range(num_prompts):
+        length, num_tokens = _LENGTHS[seed % 2]
+        prompt = torch.randint(vocab_size, (length,), generator=generator).tolist()
+        requests.append(GenerationRequest(prompt_ids=prompt, max_new_tokens=num_tokens, seed=seed))
     return max(
         _gap(model, request.prompt_ids, completion)
         for request, completion in zip(requests, sample(requests), strict=True)
