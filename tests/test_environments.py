@@ -518,10 +518,14 @@ def test_what_reset_says_is_added_to_a_message_without_content(make):
 def test_an_environment_that_gets_no_thread_is_one_rows_failure(make, monkeypatch):
     environments = make(AsyncCounter)
 
-    def refuse():
-        raise OSError(24, "Too many open files")
+    loops = [asyncio.new_event_loop()]  # enough for the caller's own
+
+    def last():
+        if not loops:
+            raise OSError(24, "Too many open files")
+        return loops.pop()
 
     monkeypatch.setattr(workers, "_shared_loop", None)  # as in a program's first async call
-    monkeypatch.setattr(asyncio, "new_event_loop", refuse)  # `asyncio.run` has another name for it
+    monkeypatch.setattr(asyncio, "new_event_loop", last)
     (started,) = environments.start([row()])
     assert "`AsyncCounter.reset` failed: Not run: no event loop could be made" in started.error

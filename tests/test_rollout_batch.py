@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import random
+import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,22 @@ def test_what_async_tools_and_users_cache_lives_on_over_rollouts(chat, scripted,
     else:
         asyncio.run(cell())
     assert len(loops) == 1
+
+
+def test_ctrl_c_cancels_what_runs_and_is_raised(chat, scripted):
+    cancelled = threading.Event()
+
+    async def wait() -> str:
+        """Wait for ever."""
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout_single(scripted([call("wait"), "never"]), chat, user(), [wait])
+    assert cancelled.wait(5)
 
 
 def test_inputs_are_not_written_to(chat, scripted):

@@ -13,14 +13,26 @@ from typing import Any, Literal
 
 from agent_vllm.tools.results import ToolFailure, encode_result
 from agent_vllm.tools.tool import Tool
-from agent_vllm.tools.workers import call_in_thread, shared_loop
+from agent_vllm.tools.workers import (
+    call_in_main,
+    call_in_one_thread,
+    call_in_thread,
+    shared_loop,
+)
 from agent_vllm.types import ToolCall, ToolResult
 
 _FIRST_RETRY_S = 0.1  # doubles with every further one
+_CALL_IN = {"thread": call_in_thread, "one_thread": call_in_one_thread, "main": call_in_main}
+_NEEDS_A_THREAD = (
+    "signal only works in main thread",
+    "SQLite objects created in a thread can only be used in that same thread",
+    "annot switch to a different thread",  # greenlets, as Playwright uses them
+    "There is no current event loop in thread",
+)
 
 
 class ToolRunner:
-    """Run calls concurrently: sync tools on threads, async tools on the program's one event loop.
+    """Run calls concurrently: sync tools where they say (`Tool.runs_in`), async tools on one loop.
 
     A call that times out is answered at once. Its async task is cancelled. Its thread is
     interrupted: a Python loop ends, and a thread inside C code (a sleep, a lock) ends when that
@@ -35,6 +47,7 @@ class ToolRunner:
         self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency)
         self._gates: dict[int, _Gate] = {}  # by the id of a tool's function
+        self._threads = {"main": asyncio.Semaphore(1), "one_thread": asyncio.Semaphore(1)}
 
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float | None = None
@@ -85,6 +98,8 @@ class ToolRunner:
             try:
                 async with asyncio.timeout_at(give_up_at):
                     await slots.enter_async_context(self._gate(tool))
+                    if tool.runs_in in self._threads:
+                        await slots.enter_async_context(self._threads[tool.runs_in])
                     await slots.enter_async_context(self._slots)
             except TimeoutError as error:
                 raise ToolFailure("Not run: no place was free in time.") from error
@@ -99,12 +114,17 @@ class ToolRunner:
         self, tool: Tool, arguments: Mapping[str, Any], limit_s: float | None
     ) -> str:
         if not tool.is_async:
-            text = await call_in_thread(lambda: _called(tool, arguments), tool.name, limit_s)
+            work = lambda: _called(tool, arguments)  # noqa: E731
+            try:
+                text = await _CALL_IN[tool.runs_in](work, tool.name, limit_s)
+            except ToolFailure as failed:
+                raise _with_hint(failed, tool) from failed
             if isinstance(text, str):
                 return text
             return await shared_loop().call(lambda: _awaited(text), tool.name, limit_s)
-        work = lambda: _awaited(_fresh_call(tool, arguments))  # noqa: E731
-        return await shared_loop().call(work, tool.name, limit_s)
+        return await shared_loop().call(
+            lambda: _awaited(_fresh_call(tool, arguments)), tool.name, limit_s
+        )
 
     def _gate(self, tool: Tool) -> "contextlib.AbstractAsyncContextManager[None]":
         if tool.max_concurrency is None and tool.max_calls_per_s is None:
@@ -156,6 +176,16 @@ def _problem_with(call: ToolCall, tools: Mapping[str, Tool]) -> str | None:
 
 def _error_result(call: ToolCall, message: str, status: Literal["failed", "invalid"]) -> ToolResult:
     return ToolResult(name=call.name, content=encode_result({"error": message}), status=status)
+
+
+def _with_hint(failed: ToolFailure, tool: Tool) -> ToolFailure:
+    """Name the setting that helps where the thread was the trouble."""
+    if tool.runs_in == "main" or not any(said in str(failed) for said in _NEEDS_A_THREAD):
+        return failed
+    return ToolFailure(
+        f"{failed}. Give `Tool(function={tool.name}, runs_in='main')` for signals and for what the "
+        "main thread opened, or runs_in='one_thread' for what the tools themselves open."
+    )
 
 
 # ---- what runs on a worker: the call and the encoding of its result ----

@@ -9,8 +9,8 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -21,29 +21,41 @@ from agent_vllm.tools.arguments import argument_errors, schema_problem, validato
 _TYPED_ARGUMENT = re.compile(r"^(\s*)(\w+)\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:", re.MULTILINE)
 
 
+RunsIn = Literal["thread", "one_thread", "main"]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tool:
     """Describe a function that the model may call.
 
     Attributes:
         schema: what the chat template sees, `{"type": "function", "function": {"name",
-            "description", "parameters"}}`, as `transformers.utils.get_json_schema` gives it.
+            "description", "parameters"}}`, as `transformers.utils.get_json_schema` gives it. By
+            default it is made from the function's type hints and docstring.
         function: sync or async; gets the arguments by keyword.
         ends_episode: a call that succeeds ends the trajectory (a "final answer" tool).
         max_concurrency: calls of this tool that run at one time in a rollout, None for no limit.
         max_calls_per_s: how many calls may start per second, None for no limit.
         max_retries: how often a call that raised or timed out is retried. Only for tools that are
             safe to call twice.
+        runs_in: where a sync function runs. "thread": on threads that calls share. "one_thread": on
+            one thread for the program's life, shared by all tools that say so, for what may only
+            be used where it was opened (SQLite, Playwright). "main": on the thread that called
+            `train` or `rollout_batch`, as in TRL, for signals and for what the script has opened;
+            a call can't be interrupted there.
     """
 
-    schema: Mapping[str, Any]
+    schema: Mapping[str, Any] = field(default_factory=dict)
     function: Callable[..., Any]
     ends_episode: bool = False
     max_concurrency: int | None = None
     max_calls_per_s: float | None = None
     max_retries: int = 0
+    runs_in: RunsIn = "thread"
 
     def __post_init__(self) -> None:
+        if not self.schema:
+            object.__setattr__(self, "schema", _described(self.function))
         self._check_limits()
         for key in ("name", "description"):
             value = self.schema["function"].get(key, "")
@@ -99,6 +111,16 @@ class Tool:
             raise ToolDefinitionError(
                 f"`max_retries` of tool `{self.name}` must be 0 or more, got {self.max_retries}."
             )
+        if self.runs_in not in get_args(RunsIn):
+            raise ToolDefinitionError(
+                f"`runs_in` of tool `{self.name}` must be one of {get_args(RunsIn)}, got "
+                f"{self.runs_in!r}. For a process of its own use `isolated(tool)`."
+            )
+        if self.is_async and self.runs_in != "thread":
+            raise ToolDefinitionError(
+                f"`runs_in` of tool `{self.name}` must be left out, got {self.runs_in!r}. Async "
+                "functions, isolated tools and tools of an environment have a place of their own."
+            )
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
@@ -113,10 +135,14 @@ def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
         raise ToolDefinitionError(
             f"A tool must be a function or an `agent_vllm.tools.Tool`, got {tool!r}."
         )
+    return Tool(function=tool)
+
+
+def _described(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return Tool(schema=_schema_of(tool), function=tool)
+        return _schema_of(function)
     except Exception as error:  # the parser of hints and docstrings raises many kinds
-        name = getattr(tool, "__name__", repr(tool))
+        name = getattr(function, "__name__", repr(function))
         raise ToolDefinitionError(
             f"Tool `{name}` can't be described to the model: {error} Give every argument a type "
             "hint, and the function a Google-style docstring with a line for each argument."

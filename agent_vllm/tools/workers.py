@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
+from agent_vllm.blocking import run_in_waiting_thread
 from agent_vllm.tools.results import ToolFailure, failure
 
 T = TypeVar("T")
@@ -32,8 +33,9 @@ _CANCEL_S = 2.0  # time for cancelled tasks to end
 _log = logging.getLogger(__name__)
 _idle: list["Worker"] = []  # changed by single operations that no other thread can come between
 _hanging: set[threading.Thread] = set()
-_sharing = threading.Lock()  # held while the shared loop is looked at or replaced
+_sharing = threading.Lock()  # held while a shared one is looked at or replaced
 _shared_loop: "LoopThread | None" = None
+_one_thread: "Worker | None" = None
 
 
 class Interrupted(BaseException):
@@ -60,6 +62,52 @@ async def call_in_thread(work: Callable[[], T], name: str, timeout_s: float | No
     finally:
         if not worker.is_given_up:
             _idle.append(worker)
+
+
+async def call_in_one_thread(work: Callable[[], T], name: str, timeout_s: float | None) -> T:
+    """Return what `work` returns, run on the same thread as in every other call of this function.
+
+    Raises:
+        TimeoutError: `work` took longer; another thread takes over, with a warning.
+        ToolFailure: `work` raised, or there is no thread.
+        ToolInterrupted: `work` raised KeyboardInterrupt.
+    """
+    global _one_thread
+    with _sharing:
+        if _one_thread is None or _one_thread.is_given_up:
+            _one_thread = Worker("tools on one thread")
+        worker = _one_thread
+    context = contextvars.copy_context()
+    try:
+        return await asyncio.wait_for(worker.call(lambda: context.run(work)), timeout_s)
+    finally:
+        if worker.is_given_up:
+            _log.warning(
+                "A call of `%s` was given up. Tools with runs_in='one_thread' go on in a new "
+                "thread: what they opened in the old one can't be used there.",
+                name,
+            )
+
+
+async def call_in_main(work: Callable[[], T], name: str, timeout_s: float | None) -> T:
+    """Return what `work` returns, run on the thread that started the rollout.
+
+    Nothing can interrupt it there: once its time is up, others wait until it ends.
+
+    Raises:
+        TimeoutError: `work` took longer.
+        ToolFailure: `work` raised.
+        ToolInterrupted: `work` raised KeyboardInterrupt.
+    """
+    outcome: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def job() -> None:
+        if outcome.set_running_or_notify_cancel():
+            _run(lambda: context.run(work), outcome)
+
+    run_in_waiting_thread(job)
+    return await asyncio.wait_for(asyncio.wrap_future(outcome), timeout_s)
 
 
 class Worker:
@@ -169,8 +217,8 @@ def _stop_shared_loop() -> None:
 
 def _forget_threads() -> None:
     """Start afresh in a forked process, in which none of the threads exists."""
-    global _shared_loop, _sharing
-    _sharing, _shared_loop = threading.Lock(), None
+    global _one_thread, _shared_loop, _sharing
+    _sharing, _shared_loop, _one_thread = threading.Lock(), None, None
     _idle.clear()
     _hanging.clear()
 
