@@ -5,7 +5,7 @@ Invariant: what is not supported raises with a reason and a remedy; nothing is s
 
 import dataclasses
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -176,12 +176,13 @@ def _rows_without_prompt(dataset: Dataset) -> Iterator[int]:
     if dataset.format["type"] == "custom":  # a transform may write the prompts
         return
     first = 0
-    for table in dataset.select_columns("prompt").with_format("arrow").iter(10_000):
+    tables = dataset.select_columns("prompt").with_format("arrow").iter(10_000)
+    for table in cast(Iterator[pa.Table], tables):
         prompts = table["prompt"]
-        is_missing = pc.is_null(prompts)
+        sizes = prompts.is_valid()
         if pa.types.is_list(prompts.type) or pa.types.is_large_list(prompts.type):
-            is_missing = pc.fill_null(pc.equal(pc.list_value_length(prompts), 0), True)
-        yield from (first + row for row, missing in enumerate(is_missing.to_pylist()) if missing)
+            sizes = pc.call_function("list_value_length", [prompts]).fill_null(0)
+        yield from (first + row for row, size in enumerate(sizes.to_pylist()) if not size)
         first += len(prompts)
 
 

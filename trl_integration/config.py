@@ -151,8 +151,9 @@ class AgentGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in settings_of(self.generation_kwargs or {}).items():
-            self._set_once(name, value)
+        if isinstance(self.generation_kwargs, dict):  # text of a command line was read by TRL
+            for name, value in settings_of(self.generation_kwargs).items():
+                self._set_once(name, value)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")

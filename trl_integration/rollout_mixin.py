@@ -8,7 +8,7 @@ code each of these happens. Invariant: every rollout is sampled with the learner
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -160,7 +160,7 @@ class RolloutMixin(EngineMixin):
             self._record.close()
 
     def get_train_dataloader(self) -> Any:
-        batch_size = self.args.generation_batch_size
+        batch_size = cast(int, self.args.generation_batch_size)  # set by TRL's config
         check_batch_can_be_filled(self.train_dataset, batch_size, self.num_generations)
         return super().get_train_dataloader()
 
