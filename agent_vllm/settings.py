@@ -62,6 +62,7 @@ _NESTED = (  # the first is part of what the second bounds
     ("turn_deadline_s", "deadline_s"),
     ("max_new_tokens", "max_completion_tokens"),
     ("max_tool_result_tokens", "max_completion_tokens"),
+    ("max_tool_rounds", "max_turns"),
 )
 
 
@@ -93,7 +94,7 @@ class Limits:
             comes first (a turn's deadline longer than the rollout's).
     """
 
-    max_turns: int = 16
+    max_turns: int | None = 16
     max_new_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_tool_rounds: int | None = None

@@ -4,8 +4,8 @@ Invariant: what is not supported raises with a reason and a remedy; nothing is s
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,6 +31,26 @@ _OTHER_VLLM_SETTINGS = {
 }
 
 
+# Methods of TRL's trainers that are never called here, and what takes their place.
+_NEVER_CALLED = {
+    "_generate_single_turn": "Pass an engine of your own as `rollout_engine` (docs/engines.md).",
+    "_get_tool_suffix_ids": "Pass a `chat_format` of your own.",
+    "_tokenize_prompts": "Pass a `chat_format` of your own.",
+    "_tool_call_loop": "Pass `tools`, an `environment_factory` or a `user` (docs/coming_from.md).",
+}
+
+
+def check_overrides(trainer_class: type) -> None:
+    """Refuse a trainer class with a method that TRL would call and this package never does."""
+    for name, way in _NEVER_CALLED.items():
+        owner = next((base for base in trainer_class.__mro__ if name in vars(base)), None)
+        if owner is not None and owner.__module__.partition(".")[0] != "trl":
+            raise TypeError(
+                f"`{trainer_class.__name__}` must not override `{name}`, got one in "
+                f"`{owner.__name__}`: rollout engines make the rollouts, and it is never called. {way}"
+            )
+
+
 def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what can be refused before anything heavy is built."""
     if not isinstance(args, AgentGRPOConfig):
@@ -44,7 +64,10 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             f"{rollout_engine!r}."
         )
     if kwargs.get("rollout_func") is not None:
-        raise ValueError("`rollout_func` is refused: the rollout engine makes the rollouts.")
+        raise ValueError(
+            "`rollout_func` is refused: the rollout engine makes the rollouts. Write a tool, an "
+            "environment (docs/environments.md) or an engine (docs/engines.md)."
+        )
     if args.vllm_enable_sleep_mode:
         if rollout_engine != "vllm":
             raise ValueError(
@@ -57,10 +80,10 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
             'rollout_engine="vllm" to the trainer.'
         )
-    if args.repetition_penalty != 1.0 or args.generation_kwargs:
+    if args.repetition_penalty != 1.0:
         raise ValueError(
-            "`repetition_penalty` and `generation_kwargs` are refused: the learner can't reproduce "
-            "the distribution that they sample from."
+            f"`repetition_penalty` must be 1.0, got {args.repetition_penalty}. The learner can't "
+            "reproduce the distribution that it samples from: leave it out."
         )
     _check_vllm_settings(args)
     _check_correction(args)
@@ -153,12 +176,13 @@ def _rows_without_prompt(dataset: Dataset) -> Iterator[int]:
     if dataset.format["type"] == "custom":  # a transform may write the prompts
         return
     first = 0
-    for table in dataset.select_columns("prompt").with_format("arrow").iter(10_000):
+    tables = dataset.select_columns("prompt").with_format("arrow").iter(10_000)
+    for table in cast(Iterator[pa.Table], tables):
         prompts = table["prompt"]
-        is_missing = pc.is_null(prompts)
+        sizes = prompts.is_valid()
         if pa.types.is_list(prompts.type) or pa.types.is_large_list(prompts.type):
-            is_missing = pc.fill_null(pc.equal(pc.list_value_length(prompts), 0), True)
-        yield from (first + row for row, missing in enumerate(is_missing.to_pylist()) if missing)
+            sizes = pc.call_function("list_value_length", [prompts]).fill_null(0)
+        yield from (first + row for row, size in enumerate(sizes.to_pylist()) if not size)
         first += len(prompts)
 
 
@@ -183,6 +207,19 @@ def check_prompt(prompt: Any, owner: str, needs_prompt: bool, takes_text: bool) 
     elif prompt or needs_prompt:
         raise ValueError(
             f"{owner} must have a prompt with at least one message, got {prompt!r}. Remove the row."
+        )
+
+
+def check_batch_can_be_filled(
+    train_dataset: Any, generation_batch_size: int, num_generations: int
+) -> None:
+    """Refuse a dataset with fewer prompts than a batch: TRL's sampler would drop all of them."""
+    num_prompts = generation_batch_size // num_generations
+    if isinstance(train_dataset, Sized) and len(train_dataset) < num_prompts:
+        raise ValueError(
+            f"`train_dataset` must have at least {num_prompts} rows, got {len(train_dataset)}: a "
+            f"generation batch has {generation_batch_size} samples, {num_generations} per prompt. "
+            "Add rows, or lower `per_device_train_batch_size` or `steps_per_generation`."
         )
 
 

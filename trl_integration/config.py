@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from trl.trainer.grpo_config import GRPOConfig
 
-from agent_vllm.settings import Limits
+from agent_vllm.settings import Limits, SamplingParams
+from trl_integration.generation_kwargs import settings_of
 
 OLD_LOGPROBS = ("sampler", "recomputed")
 ON_ENGINE_DEATH = ("stop", "rebuild")
@@ -19,11 +20,12 @@ class AgentGRPOConfig(GRPOConfig):
     Configuration class for the [`AgentGRPOTrainer`]: all of [`~trl.GRPOConfig`], and the parameters below.
 
     `max_completion_length` bounds a whole trajectory, sampled and observed tokens together, as it does in TRL's own
-    tool loop; `max_tool_calling_iterations` bounds its tool rounds.
+    tool loop; `max_tool_calling_iterations` bounds its tool rounds. Keys of `generation_kwargs` set the parameter of
+    their name (`stop` sets `stop_strings`, `max_tokens` sets `max_new_tokens`); others are refused.
 
     Parameters:
-        max_turns (`int`, *optional*, defaults to `16`):
-            Assistant turns of a trajectory.
+        max_turns (`int`, *optional*):
+            Assistant turns of a trajectory. If `None`, there is no limit, as in TRL.
         max_new_tokens (`int`, *optional*):
             Sampled tokens of one turn. If `None`, a turn may use what is left of `max_completion_length`.
         max_tool_result_tokens (`int`, *optional*):
@@ -75,7 +77,9 @@ class AgentGRPOConfig(GRPOConfig):
         "rollout_engine_kwargs",
     ]
 
-    max_turns: int = field(default=16, metadata={"help": "Assistant turns of a trajectory."})
+    max_turns: int | None = field(
+        default=None, metadata={"help": "Assistant turns of a trajectory."}
+    )
     max_new_tokens: int | None = field(
         default=None, metadata={"help": "Sampled tokens of one turn."}
     )
@@ -147,6 +151,9 @@ class AgentGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.generation_kwargs, dict):  # text of a command line was read by TRL
+            for name, value in settings_of(self.generation_kwargs).items():
+                self._set_once(name, value)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
@@ -157,11 +164,36 @@ class AgentGRPOConfig(GRPOConfig):
                 f"`environment_timeout_s` must be more than 0, got {self.environment_timeout_s}. "
                 "Use None for no limit."
             )
+        self._check_sampling()
         try:
             self.limits()
-        except ValueError as error:  # it names TRL's setting in its own way
+        except ValueError as error:  # it names TRL's settings in its own way
             message = str(error).replace("max_completion_tokens", "max_completion_length")
+            message = message.replace("max_tool_rounds", "max_tool_calling_iterations")
             raise ValueError(message) from None
+
+    def _set_once(self, name: str, value: Any) -> None:
+        current, default = getattr(self, name), self.__dataclass_fields__[name].default
+        if current not in (default, value):
+            raise ValueError(
+                f"`{name}` must be set once, got {current!r}, and {value!r} by `generation_kwargs`. "
+                "Leave one out."
+            )
+        setattr(self, name, value)
+
+    def _check_sampling(self) -> None:
+        if not self.temperature:
+            raise ValueError(
+                f"`temperature` must be 0.01 or more, got {self.temperature}. The samples of a group "
+                "must differ, and the loss divides by it."
+            )
+        SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            stop_strings=self.stop_strings or (),
+        )
 
     def limits(self) -> Limits:
         """Return the limits of every trajectory."""

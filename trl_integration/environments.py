@@ -32,9 +32,13 @@ class RowTools:
     Args:
         tools: the trainer's `tools`: those of every row, of which a row's `tools` column may pick, or a function from a
             row to its own.
+
+    Attributes:
+        functions: the trainer's list as it was given; empty where there is none.
     """
 
     def __init__(self, tools: ToolFunctions | Callable[[Row], ToolFunctions] | None) -> None:
+        self.functions = [] if tools is None or callable(tools) else list(tools)
         self._of_row = row_function(tools) if callable(tools) else None
         self._tools = {} if callable(tools) else tools_by_name(tools)
 

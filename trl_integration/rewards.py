@@ -5,7 +5,7 @@ was given.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,13 +38,24 @@ def isolated_rewards(reward_funcs: Sequence[Any], environment_types: Sequence[ty
         environment_types: environments with a `get_reward`, whose rewards are computed elsewhere.
     """
     users = reward_funcs[: len(reward_funcs) - len(environment_types)]
-    own = [functools.partial(_own_reward, kind) for kind in environment_types]
+    trls = reward_funcs[len(users) :]
+    own = [
+        functools.partial(_own_reward, kind, function)
+        for kind, function in zip(environment_types, trls, strict=True)
+    ]
     return [without_failures(function) for function in [*users, *own]]
 
 
 def _own_reward(
-    kind: type, /, environments: Sequence[Any], environment_reward: Sequence[float | None], **_: Any
-) -> list[float | None]:
+    kind: type,
+    trls: Callable[..., Any],
+    /,
+    environments: Sequence[Any],
+    environment_reward: Sequence[float | None] | None = None,
+    **_: Any,
+) -> Any:
+    if environment_reward is None:  # the user calls it, not the trainer
+        return trls(environments=environments)
     pairs = zip(environments, environment_reward, strict=True)
     return [reward if type(environment) is kind else None for environment, reward in pairs]
 
@@ -53,20 +64,24 @@ def without_failures(function: Any) -> Any:
     """
     Wrap a reward function so that it is called with the rows whose trajectories did not fail.
 
-    Reward models stay as they are: they read nothing but messages.
+    Reward models stay as they are: they read nothing but messages. So does a call without the trainer's columns.
     """
     if isinstance(function, nn.Module):
         return function
 
     if is_async_callable(function):
 
-        async def score_async(**columns: Any) -> list[Any]:
+        async def score_async(**columns: Any) -> Any:
+            if "stop_reason" not in columns:
+                return await function(**columns)
             rows = _Rows(columns)
             return rows.spread(await function(**rows.shown) if rows.kept else [])
 
         return score_async
 
-    def score(**columns: Any) -> list[Any]:
+    def score(**columns: Any) -> Any:
+        if "stop_reason" not in columns:
+            return function(**columns)
         rows = _Rows(columns)
         return rows.spread(function(**rows.shown) if rows.kept else [])
 

@@ -8,7 +8,7 @@ code each of these happens. Invariant: every rollout is sampled with the learner
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,13 @@ from agent_vllm.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.tools import tool_name
 from agent_vllm.types import Messages, Trajectory
-from trl_integration.checks import check_datasets, check_prompt, check_setup
+from trl_integration.checks import (
+    check_batch_can_be_filled,
+    check_datasets,
+    check_overrides,
+    check_prompt,
+    check_setup,
+)
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import RolloutLost
 from trl_integration.engine_mixin import EngineMixin
@@ -67,8 +73,13 @@ class RolloutMixin(EngineMixin):
     temperature: float
     top_k: int
     top_p: float
+    tools: list[Any]
 
     # ---- set-up ----
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_overrides(cls)
 
     def _check_rows(
         self,
@@ -99,6 +110,7 @@ class RolloutMixin(EngineMixin):
         """Set up what rollouts need, after TRL's constructor."""
         check_setup(self)
         self.reward_funcs = isolated_rewards(self.reward_funcs, self._environments.reward_types)
+        self.tools = [*self._row_tools.functions, *self.tools]  # before those of environments
         self.environment_factories = None  # TRL's handling lets one environment end all of them
         # TRL judges truncation by the last token; here the stop reason does, in `TrainingRollout`.
         self.mask_truncated_completions = False
@@ -146,6 +158,11 @@ class RolloutMixin(EngineMixin):
         self._environments.close()
         if self._record is not None:
             self._record.close()
+
+    def get_train_dataloader(self) -> Any:
+        batch_size = cast(int, self.args.generation_batch_size)  # set by TRL's config
+        check_batch_can_be_filled(self.train_dataset, batch_size, self.num_generations)
+        return super().get_train_dataloader()
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -106,6 +106,7 @@ ATTRIBUTES = {
     "environments": "Reward functions get the environments of the rollout.",
     "mask_truncated_completions": "TRL judges truncation by the last token, not by the stop reason.",
     "reward_funcs": "Reward functions must not see failed trajectories.",
+    "tools": "TRL's constructor would choose template and parser for them.",
     "use_vllm": "Switches on TRL's correction for the distance between engine and learner.",
 }
 

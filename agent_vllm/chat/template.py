@@ -14,6 +14,7 @@ from typing import Any, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from agent_vllm.chat.messages import for_template
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.tools import Tool
 from agent_vllm.types import Messages, ToolCall, ToolResult
@@ -54,8 +55,7 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses it, or it holds more than text.
         """
-        copies = [_text_only(message) for message in messages]
-        return self._render(copies, _schemas(tools), add_generation_prompt)
+        return self._render(for_template(messages), _schemas(tools), add_generation_prompt)
 
     def _render(
         self, messages: list[dict[str, Any]], schemas: list[Any], add_generation_prompt: bool
@@ -221,41 +221,6 @@ def _calling(calls: Calls) -> list[dict[str, Any]]:
         for (name, _), call_id in zip(calls, _call_ids(calls), strict=True)
     ]
     return [dict(_USER), {"role": "assistant", "content": "", "tool_calls": drafted}]
-
-
-def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that templates may write to, with its content as one string.
-
-    Raises:
-        ChatTemplateError: it is no message, or its content holds a block that is not text.
-    """
-    if not isinstance(message, Mapping):
-        raise ChatTemplateError(
-            f"A message must be a dict with `role` and `content`, got {type(message).__name__}."
-        )
-    message = {
-        key: value if isinstance(value, str) else copy.deepcopy(value)
-        for key, value in message.items()
-    }
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [block["text"] for block in content if _is_text(block)]
-        if len(texts) < len(content):
-            kinds = [block.get("type") if isinstance(block, dict) else block for block in content]
-            raise ChatTemplateError(
-                f"Rollouts are text only, got a message of role {message.get('role')!r} with "
-                f"content blocks {kinds}. Leave images out, or describe them in text."
-            )
-        message["content"] = "".join(texts)
-    return message
-
-
-def _is_text(block: Any) -> bool:
-    return (
-        isinstance(block, dict)
-        and block.get("type") == "text"
-        and isinstance(block.get("text"), str)
-    )
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -99,7 +99,7 @@ class Budget:
 
     def stop_before_turn(self) -> StopReason | None:
         """Return what forbids another turn, or None."""
-        if self.used.num_turns >= self.limits.max_turns:
+        if self._had_last_turn:
             return StopReason.MAX_TURNS
         if self.time_left_s == 0.0:
             return StopReason.DEADLINE
@@ -116,7 +116,7 @@ class Budget:
         limit = self.limits.max_invalid_calls
         if limit is not None and self.used.num_invalid_in_a_row >= limit:
             return StopReason.INVALID_CALLS
-        return StopReason.MAX_TURNS if self.used.num_turns >= self.limits.max_turns else None
+        return StopReason.MAX_TURNS if self._had_last_turn else None
 
     def what_cut(self, num_tokens: int) -> StopReason:
         """Return the limit that cut a turn of `num_tokens`, the most that it was allowed."""
@@ -130,6 +130,11 @@ class Budget:
         if self.completion_left < self.context_left:
             return StopReason.COMPLETION_BUDGET
         return StopReason.CONTEXT_FULL
+
+    @property
+    def _had_last_turn(self) -> bool:
+        limit = self.limits.max_turns
+        return limit is not None and self.used.num_turns >= limit
 
     def _what_is_full(self) -> StopReason | None:
         if self.context_left <= 0:
