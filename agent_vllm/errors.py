@@ -49,6 +49,14 @@ class WeightSyncError(AgentVLLMError, RuntimeError):
     """The learner's weights do not fit the engine: a name or shape is missing or unknown."""
 
 
+class LearnerDivergedError(AgentVLLMError, FloatingPointError):
+    """The learner's weights or gradients are not finite; names the parameter and the last checkpoint."""
+
+
+class RunCheckError(AgentVLLMError, RuntimeError):
+    """A run learns nothing, or something wrong, and `on_warning="stop"` is set; says what to do."""
+
+
 class RecordError(AgentVLLMError, ValueError):
     """A record of rollouts can't be read, joined or replayed; names the file and line."""
 

@@ -320,6 +320,72 @@ def test_an_engine_that_can_not_be_built_again_ends_the_run(make_trainer):
         trainer.train()
 
 
+# ---- a sync fails ----
+
+
+class StrictEngine(TorchRolloutEngine):
+    """Fails the syncs of these numbers, the one before the first rollout being number 0."""
+
+    def __init__(self, model, tokenizer, *, failing):
+        super().__init__(model, tokenizer)
+        self.failing, self.num_syncs = failing, 0
+
+    def _load_weights(self, model):
+        self.num_syncs += 1
+        if self.num_syncs - 1 in self.failing:
+            raise torch.OutOfMemoryError("on purpose")
+        super()._load_weights(model)
+
+
+def strict_engine(agent, failing):
+    return StrictEngine(*agent, failing=failing)
+
+
+def test_a_sync_that_fails_once_is_made_up_for_before_the_next_rollout(
+    make_trainer, plain, agent, capfd
+):
+    with strict_engine(agent, failing={1}) as engine:
+        trainer = make_trainer(engine, model=agent[0])
+        trainer.train()
+    assert_same_run(trainer, plain("torch"))
+    assert engine.num_syncs == 1 + 3 + 1
+    assert capfd.readouterr().out.count("a weight sync failed (OutOfMemoryError: on purpose)") == 1
+
+
+def test_syncs_that_fail_twice_in_a_row_stop_the_run_with_a_checkpoint(make_trainer, plain, agent):
+    with strict_engine(agent, failing={1, 2}) as engine:
+        trainer = make_trainer(engine, model=agent[0])
+        with pytest.raises(EngineDeadError, match=r"in the end with OutOfMemoryError.*checkpoint-1"):
+            trainer.train()
+    trainer.close()
+    again = make_trainer()
+    again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert_same_run(again, plain("torch"))
+
+
+def test_an_engine_that_can_not_be_synced_is_rebuilt(make_trainer, plain):
+    trainer = make_trainer(on_engine_death="rebuild")
+    first, strict = trainer.rollout_engine, iter([True, False, False])
+
+    def load(model):
+        if next(strict, True):
+            return
+        raise torch.OutOfMemoryError("on purpose")
+
+    first._load_weights = load
+    trainer.train()
+    assert_same_run(trainer, plain("torch"))
+    assert trainer.rollout_engine is not first
+    assert logged(trainer, "engine/rebuilds") == [0.0, 1.0, 1.0]
+
+
+def test_the_first_sync_that_fails_raises_its_own_error(make_trainer, agent):
+    with strict_engine(agent, failing={0}) as engine:
+        trainer = make_trainer(engine, model=agent[0])
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.train()
+
+
 # ---- other processes ----
 
 
@@ -345,7 +411,7 @@ def test_processes_decide_together(make_trainer):
     trainer = make_trainer()
     life = trainer.engine_life
     life.ensure_current()
-    life._accelerator = OtherProcess([True], [True])
+    life._accelerator = OtherProcess([True], [True, True])
     version = trainer.rollout_engine.policy_version
     assert life.after_step() == {}  # no sync that the other would not take part in
     assert trainer.rollout_engine.policy_version == version + 1
@@ -357,7 +423,7 @@ def test_processes_decide_together(make_trainer):
 def test_processes_rebuild_together(make_trainer):
     trainer = make_trainer(on_engine_death="rebuild")
     life, first = trainer.engine_life, trainer.rollout_engine
-    life._accelerator = OtherProcess([True], [False])
+    life._accelerator = OtherProcess([True, True], [False], [False, False])
     life.ensure_current()
     assert life.num_rebuilds == 1
     assert trainer.rollout_engine is not first
@@ -367,7 +433,8 @@ def test_processes_rebuild_together(make_trainer):
 def test_a_rollout_is_lost_only_if_it_is_on_all_processes(make_trainer, other_lost):
     trainer = make_trainer()
     life = trainer.engine_life
-    life._accelerator = OtherProcess([False], [False, other_lost, other_lost])
+    current, alive = [False, False], [False, other_lost, other_lost]
+    life._accelerator = OtherProcess(current, current, alive)
     life.ensure_current()
     steps_of(trainer.rollout_engine).step = raising(None)
     prompts = [row["prompt"] for row in rows(1)]

@@ -1,5 +1,7 @@
 """Real trainers for tests: quick settings on a CPU, the tiny agent's tools, data and rewards."""
 
+import math
+
 from datasets import Dataset
 from tiny_tasks import (
     SMALL_KINDS,
@@ -12,6 +14,7 @@ from tiny_tasks import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig, AgentGRPOTrainer
 
 TOOLS = [calculator, get_weather, get_price]
@@ -55,6 +58,8 @@ def build(agent, folder, rollout_engine, *, trainer_class=AgentGRPOTrainer, args
     model, tokenizer = agent
     names = [name for name in changes if name in AgentGRPOConfig.__dataclass_fields__]
     settings = {name: changes.pop(name) for name in names}
+    if isinstance(rollout_engine, ScriptedRolloutEngine):
+        settings.setdefault("max_logprob_gap", math.inf)  # its logprobs are made up
     arguments = {
         "model": model,
         "processing_class": tokenizer,

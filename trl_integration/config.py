@@ -10,8 +10,13 @@ from trl_integration.generation_kwargs import settings_of
 
 OLD_LOGPROBS = ("sampler", "recomputed")
 ON_ENGINE_DEATH = ("stop", "rebuild")
+ON_WARNING = ("warn", "stop")
 
-_CHOICES = {"old_logprobs": OLD_LOGPROBS, "on_engine_death": ON_ENGINE_DEATH}
+_CHOICES = {
+    "old_logprobs": OLD_LOGPROBS,
+    "on_engine_death": ON_ENGINE_DEATH,
+    "on_warning": ON_WARNING,
+}
 
 
 @dataclass
@@ -66,6 +71,14 @@ class AgentGRPOConfig(GRPOConfig):
             row. An engine in the trainer's process shares memory and GPU with the learner, so what broke it may have
             damaged the learner too; a new process from a checkpoint is safe, so `"stop"` is the default. An engine that
             you built is never rebuilt.
+        max_logprob_gap (`float`, *optional*):
+            Largest mean difference, in nats, between the engine's and the learner's logprobs with which a rollout is
+            trained; a single token may be 25 times as far. Both hold the same weights when it is measured. If `None`,
+            0.01 where both compute in float32, 0.2 otherwise, and no limit with `top_p`, `top_k` or `min_p`; `inf` means
+            no limit.
+        on_warning (`str`, *optional*, defaults to `"warn"`):
+            What to do when a run seems to learn nothing, such as one whose tool always fails. `"warn"`: print it, once
+            per cause. `"stop"`: raise an error. `docs/faults.md` lists the causes.
         record_rollouts (`bool`, *optional*, defaults to `False`):
             Whether to write every trajectory to `output_dir/rollouts.jsonl`.
         rollout_progress (`bool`, *optional*, defaults to `True`):
@@ -141,6 +154,17 @@ class AgentGRPOConfig(GRPOConfig):
             "choices": list(ON_ENGINE_DEATH),
         },
     )
+    max_logprob_gap: float | None = field(
+        default=None,
+        metadata={"help": "Mean gap in nats between engine and learner with which is trained."},
+    )
+    on_warning: str = field(
+        default="warn",
+        metadata={
+            "help": "What to do when the run seems to learn nothing.",
+            "choices": list(ON_WARNING),
+        },
+    )
     record_rollouts: bool = field(
         default=False,
         metadata={"help": "Write every trajectory to `output_dir/rollouts.jsonl`."},
@@ -159,6 +183,11 @@ class AgentGRPOConfig(GRPOConfig):
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         if self.thinking_ratio is not None and not 0 <= self.thinking_ratio <= 1:
             raise ValueError(f"`thinking_ratio` must be in [0, 1], got {self.thinking_ratio}.")
+        if self.max_logprob_gap is not None and not self.max_logprob_gap > 0:
+            raise ValueError(
+                f"`max_logprob_gap` must be more than 0, got {self.max_logprob_gap}. Use inf for no "
+                "limit."
+            )
         if self.environment_timeout_s is not None and self.environment_timeout_s <= 0:
             raise ValueError(
                 f"`environment_timeout_s` must be more than 0, got {self.environment_timeout_s}. "

@@ -1,11 +1,11 @@
 """Keep a rollout engine through a training run: build it from the learner, sync, replace and close it.
 
-Owns when weights are synced to the engine, and what a dead engine means for the run. Invariant:
-`ensure_current` leaves a live engine on the learner's current weights, or ends the run. Processes
-decide together, before and after a rollout, so that none waits for another that has stopped.
+Owns when weights are synced to the engine, what a failed sync means, and what a dead engine means for
+the run. Invariant: `ensure_current` leaves a live engine on the learner's current weights, or ends the
+run. Processes decide together, before and after a rollout, so that none waits for another that has
+stopped.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
-from agent_vllm.errors import EngineDeadError
+from agent_vllm.errors import EngineDeadError, LearnerDivergedError
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.processes import gather_flags
@@ -33,6 +33,7 @@ class EngineLife:
     Args:
         engine: the name of the engine that is built here, or an engine that the caller closes.
         learner: returns the current model, without accelerate's wrappers.
+        check_learner: raises if the model's weights are not finite.
         save_state: saves a checkpoint and returns its folder; None where there is nothing to save.
 
     Attributes:
@@ -48,16 +49,20 @@ class EngineLife:
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         learner: Callable[[], PreTrainedModel],
+        check_learner: Callable[[], None],
         save_state: Callable[[], str | None],
     ) -> None:
         self._args = args
         self._accelerator = accelerator
         self._tokenizer = tokenizer
         self._learner = learner
+        self._check_learner = check_learner
         self._save_state = save_state
         self._name = engine if isinstance(engine, str) else None
         self._is_current = False
         self._verdict: str | None = None  # why the engine counts as dead, whatever it reports
+        self._was_synced = False
+        self._sync_error: Exception | None = None  # of the latest sync, if it failed
         self._num_rebuilds_in_a_row = 0
         self.num_rebuilds = 0
         self._is_asleep = False
@@ -72,6 +77,7 @@ class EngineLife:
 
         Raises:
             EngineDeadError: the engine is dead.
+            LearnerDivergedError: the weights are not finite.
         """
         if self._is_asleep:
             self.engine.advance_policy_version()
@@ -80,22 +86,52 @@ class EngineLife:
 
     def _load(self) -> dict[str, float]:
         self._is_current = False
+        self._check_learner()
         start_s = time.perf_counter()
         self.engine.update_policy(self._learner())
-        self._is_current, self._is_asleep = True, False
+        self._note_current()
         seconds = time.perf_counter() - start_s
         self.sync_seconds += seconds
         num_bytes = self.engine.num_synced_bytes
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
+    def _note_current(self) -> None:
+        self._is_current, self._is_asleep, self._was_synced = True, False, True
+        self._sync_error = None
+
+    def _try_to_load(self) -> dict[str, float]:
+        """
+        Sync, and return metrics. The first failure is retried before the next rollout; the second in a row is a death.
+
+        Raises:
+            Exception: the run's first sync failed, so its set-up is wrong.
+        """
+        try:
+            return self._load()
+        except LearnerDivergedError:
+            raise
+        except Exception as error:
+            if not self._was_synced and not isinstance(error, EngineDeadError):
+                raise
+            told = f"{type(error).__name__}: {error}"
+            if self._sync_error is not None or isinstance(error, EngineDeadError):
+                self._verdict = f"the weights could not be synced, in the end with {told}"
+            else:
+                self._accelerator.print(
+                    f"Warning: a weight sync failed ({told}). It is retried before the next rollout."
+                )
+            self._sync_error = error
+            return {}
+
     def after_step(self) -> dict[str, float]:
-        """Sync after an optimizer step, and return metrics. A dead engine is left to `ensure_current`."""
+        """Sync after an optimizer step, and return metrics. What fails is left to `ensure_current`."""
         self._is_current = False
-        if not self._is_dead_anywhere():
-            with contextlib.suppress(EngineDeadError):  # it has just died
-                return self.sync()
-        self.engine.advance_policy_version()  # its successor will hold the weights
-        return {}
+        metrics = {}
+        if not self._is_asleep and not self._is_dead_anywhere():
+            metrics = self._try_to_load()
+        if not self._is_current:
+            self.engine.advance_policy_version()  # as of the weights that it will hold
+        return metrics
 
     def ensure_current(self) -> dict[str, float]:
         """
@@ -107,12 +143,17 @@ class EngineLife:
         Raises:
             EngineDeadError: the engine is dead and must not be replaced; says where the state is saved.
         """
-        if self._is_dead_anywhere():
-            self._replace()
-        if not self._is_current:
-            with contextlib.suppress(EngineDeadError):  # then the rollout is lost
-                return self._load()
-        return {}
+        metrics: dict[str, float] = {}
+        while True:
+            dead, stale = gather_flags(
+                self._accelerator, self._death is not None, not self._is_current
+            )
+            if any(dead):
+                self._replace()
+            elif any(stale):
+                metrics = self._try_to_load()
+            else:
+                return metrics
 
     def rollout_done(self) -> None:
         """Let the engine sleep, if it is set to, before the learner's forward pass needs the memory."""
@@ -163,6 +204,7 @@ class EngineLife:
 
     def _replace(self) -> None:
         """Rebuild the engine on all processes: only together can they gather a sharded learner's weights."""
+        self._check_learner()  # no engine can sample from NaN
         death = self._death or "it lives, but not those of all other processes"
         if self._name is None or self._args.on_engine_death == "stop":
             self._stop(death)
@@ -191,7 +233,7 @@ class EngineLife:
             return f"{type(error).__name__}: {error}"
         self.engine.advance_policy_version(to_at_least=version)
         self._verdict = None
-        self._is_current, self._is_asleep = True, False
+        self._note_current()
         return None
 
     def _stop(self, *reasons: str) -> NoReturn:
@@ -202,7 +244,7 @@ class EngineLife:
                 "The run's state is saved: go on in a new process with "
                 f"`trainer.train(resume_from_checkpoint={folder!r})`."
             )
-        raise EngineDeadError(f"The rollout engine is dead: {told.strip()}")
+        raise EngineDeadError(f"The rollout engine is dead: {told.strip()}") from self._sync_error
 
     def _build(self, name: str) -> RolloutEngine:
         options: dict[str, Any] = {"seed": self._args.seed + self._accelerator.process_index}

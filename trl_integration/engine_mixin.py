@@ -1,7 +1,8 @@
 """Keep a TRL trainer's rollout engine on its model's weights.
 
 Owns the methods of [`~transformers.Trainer`] at which weights or checkpoints change. Invariant: after
-an optimizer step, before training and before an evaluation, the engine is synced or marked stale.
+an optimizer step, before training and before an evaluation, the engine is synced or marked stale. A
+learner that is not finite is neither stepped, synced nor saved.
 """
 
 import os
@@ -14,9 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agent_vllm.engines import RolloutEngine
+from agent_vllm.errors import LearnerDivergedError
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, SyncAfterSteps
 from trl_integration.interrupts import interrupted_afterwards
+from trl_integration.learner_health import (
+    divergence_message,
+    non_finite_gradient,
+    non_finite_weight,
+)
+from trl_integration.processes import gather_flags
 
 
 class EngineMixin(Trainer):
@@ -39,7 +47,8 @@ class EngineMixin(Trainer):
             args=self.args,
             accelerator=self.accelerator,
             tokenizer=self._tokenizer,
-            learner=lambda: self.accelerator.unwrap_model(self.model),
+            learner=self._unwrapped,
+            check_learner=self._check_weights,
             save_state=self._save_state,
         )
         self.add_callback(
@@ -76,6 +85,31 @@ class EngineMixin(Trainer):
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
+    def _unwrapped(self) -> PreTrainedModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    # ---- the learner's numbers ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        # fp16's gradient scaler skips such steps itself, and DeepSpeed keeps the gradients
+        if self.accelerator.sync_gradients and self.accelerator.scaler is None:
+            name = non_finite_gradient(self._unwrapped())
+            self._end_if_diverged(name and f"the gradient of `{name}` (loss {loss.item():g})")
+        return loss
+
+    def _check_weights(self) -> None:
+        name = non_finite_weight(self._unwrapped())
+        self._end_if_diverged(name and f"`{name}`")
+
+    def _end_if_diverged(self, what: str | None) -> None:
+        """End the run on all processes if any has found something that is not finite."""
+        if any(gather_flags(self.accelerator, what is not None)[0]):
+            what = what or "a tensor of another process"
+            raise LearnerDivergedError(
+                divergence_message(what, self.state.global_step, self._output_dir)
+            )
+
     # ---- checkpoints ----
 
     @property
@@ -93,6 +127,7 @@ class EngineMixin(Trainer):
         return os.path.join(self._output_dir, name)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._check_weights()  # the newest checkpoint pushes out the oldest
         with interrupted_afterwards():  # a run can't be resumed from half a checkpoint
             super()._save_checkpoint(*args, **kwargs)
 

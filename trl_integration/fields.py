@@ -1,7 +1,8 @@
 """Convert trajectories to the fields of TRL's trainers, and account for every sampled token.
 
 Invariants: `tool_mask` is 1 exactly where a token was sampled and may be trained; sampled tokens =
-trained + truncated + failed + unscorable, where trained tokens are counted in the loss's mask.
+trained + truncated + failed + unscorable + mismatched, where trained tokens are counted in the loss's
+mask.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ class Exclusion(StrEnum):
     FAILED = "failed"  # its engine, user or environment failed
     TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
     UNSCORABLE = "unscorable"  # every reward function returned None for it
+    MISMATCHED = "mismatched"  # the engine's logprobs are too far from the learner's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

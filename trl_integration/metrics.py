@@ -13,7 +13,6 @@ from accelerate.utils import gather_object
 
 from agent_vllm.engines.base import EngineStats
 from agent_vllm.spans import overlap_s
-from agent_vllm.training import logprob_gap
 from agent_vllm.types import StopReason, Trajectory
 from trl_integration.processes import gather
 
@@ -216,38 +215,3 @@ def correction_metrics(
         "sampling/sampling_logp_difference/mean": difference_sum / max(num_tokens, 1),
         "sampling/importance_sampling_ratio/mean": ratio_sum / max(num_ratios, 1),
     }
-
-
-class GapMeter:
-    """Compare the engine's logprobs with the learner's while both hold the same weights."""
-
-    def __init__(self) -> None:
-        self._sampled_with: dict[str, int] = {}
-
-    def expect(self, mode: str, policy_version: int) -> None:
-        """Note the version that sampled the latest rollout of this mode."""
-        self._sampled_with[mode] = policy_version
-
-    def lag(self, mode: str, policy_version: int) -> int:
-        """Return how many versions the learner has moved on since that rollout."""
-        return policy_version - self._sampled_with[mode]
-
-    def measure(
-        self,
-        engine: torch.Tensor,
-        learner: torch.Tensor,
-        mask: torch.Tensor,
-        accelerator: Accelerator,
-    ) -> dict[str, float]:
-        """Return metrics over all processes. Tensors `[B, C]`; only where `mask` is 1."""
-        gap, count = logprob_gap(engine, learner, mask), mask.sum().item()
-        local = torch.tensor(
-            [[gap.mean * count, gap.kl * count, count, gap.max]], device=accelerator.device
-        )
-        ranks = gather(accelerator, local)
-        total = ranks[:, 2].sum().clamp(min=1)
-        return {
-            "sampling/logprob_gap/mean": (ranks[:, 0].sum() / total).item(),
-            "sampling/logprob_gap/kl": (ranks[:, 1].sum() / total).item(),
-            "sampling/logprob_gap/max": ranks[:, 3].max().item(),
-        }

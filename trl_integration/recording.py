@@ -68,6 +68,7 @@ class TrainingRecord:
         self._num_groups: Counter[tuple[str, int]] = Counter()
         # the latest rollout's rows of each mode, by number
         self._unmeasured: dict[str, dict[int, tuple[str, Trajectory]]] = {}
+        self._ids: dict[str, dict[int, str]] = {}  # of all its rows
         self._next_row = 0
         self.num_failed = 0
         self._failures: set[type[Exception]] = set()
@@ -86,7 +87,7 @@ class TrainingRecord:
         numbers = torch.arange(len(rollout.trajectories)) + self._next_row
         self._next_row += len(numbers)
         known = None if learner_logprobs is None else learner_logprobs.cpu()
-        self._unmeasured[rollout.mode] = {}
+        self._unmeasured[rollout.mode], self._ids[rollout.mode] = {}, {}
         key = (rollout.mode, rollout.step)
         for index, trajectory in enumerate(rollout.trajectories):
             learner = None if known is None else _of_sampled(trajectory, known[index])
@@ -96,6 +97,8 @@ class TrainingRecord:
                 learner_logprobs=learner,
                 **self._fields(rollout, index),
             )
+            if record_id is not None:
+                self._ids[rollout.mode][int(numbers[index])] = record_id
             if learner is None and record_id is not None:
                 self._unmeasured[rollout.mode][int(numbers[index])] = (record_id, trajectory)
         num_rows = len(rollout.trajectories) * rollout.num_processes
@@ -111,6 +114,12 @@ class TrainingRecord:
                 record_id, trajectory = unmeasured.pop(number)
                 learner = _of_sampled(trajectory, logprobs)
                 self._attempt(self._recorder.amend, record_id, learner_logprobs=learner)
+
+    def exclude(self, mode: str, numbers: torch.Tensor) -> None:
+        """Note that these rows `[B]` were not trained after all."""
+        for number in numbers.tolist():
+            if (record_id := self._ids[mode].get(number)) is not None:
+                self._attempt(self._recorder.amend, record_id, trained=False)
 
     def close(self) -> None:
         self._recorder.close()

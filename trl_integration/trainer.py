@@ -1,11 +1,13 @@
 """Train with TRL's GRPO trainer and rollouts by an `agent_vllm` engine.
 
 Owns where in TRL's GRPO code a rollout begins, is sampled, scored and compared with the learner. TRL
-does the rest: advantages, loss, logging, saving. Invariant: the old log-probabilities of the ratio are
-those that `old_logprobs` names. `trl_private` lists the methods of TRL that are overridden.
+does the rest: advantages, loss, logging, saving. Invariants: the old log-probabilities of the ratio are
+those that `old_logprobs` names; no token is trained whose logprobs are too far from the learner's.
+`trl_private` lists the methods of TRL that are overridden.
 """
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,9 +24,12 @@ from agent_vllm.tools import shared_loop
 from trl_integration.checks import check_arguments
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.environments import UserOfRow
-from trl_integration.fields import to_trl
-from trl_integration.metrics import GapMeter, correction_metrics
+from trl_integration.fields import Exclusion, to_trl
+from trl_integration.logprob_gap import Gap, GapMeter, max_mean_gap
+from trl_integration.metrics import correction_metrics
+from trl_integration.processes import gather_flags
 from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument, has_text_prompts
+from trl_integration.run_checks import OnWarning, RunChecks, gap_warning
 
 
 class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
@@ -113,9 +118,25 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         # Switches on TRL's importance-sampling correction. It is set here because TRL's constructor would
         # start its own vLLM; `checks` repeats the constructor's checks.
         self.use_vllm = args.old_logprobs == "recomputed"
-        self._gap = GapMeter()
         self._learner_logps = torch.empty(0, 0)  # [B, C] of the latest loss
+        self._has_tokens = False  # the coming optimizer step, on this process
         self._start_rollouts(rollout_engine, chat_format, redact_rollouts)
+        self._gap = GapMeter(self._max_mean_gap())
+        self._run_checks = RunChecks(
+            self.accelerator,
+            on_warning=cast(OnWarning, self.args.on_warning),
+            reward_names=self.reward_func_names,
+            num_generations=self.num_generations,
+        )
+
+    def _max_mean_gap(self) -> float:
+        if self.args.max_logprob_gap is not None:
+            return self.args.max_logprob_gap
+        if self.top_p != 1.0 or self.top_k or self.min_p:
+            return math.inf  # the engine's logprobs are of what is left of the distribution
+        is_mixed = self.accelerator.mixed_precision != "no"
+        learner = None if is_mixed else self._unwrapped().dtype
+        return max_mean_gap(learner, self.rollout_engine.dtype)
 
     # ---- TRL's methods, in the order in which TRL calls them ----
 
@@ -128,7 +149,10 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
                 self._metrics[self._mode][name][-1] = value
         output = self._exclude(output)
         learner_logps = output.get("old_per_token_logps") if self.use_vllm else None
-        return {**output, **self._write_record(output["advantages"], learner_logps)}
+        output |= self._write_record(output["advantages"], learner_logps)
+        if self.rollout.mode == "train":
+            self._run_checks.see(self.rollout)
+        return output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         rollout = self._run_rollout(prompts)
@@ -168,7 +192,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
             model, *args, compute_entropy=compute_entropy, **kwargs
         )
         if compute_entropy:
-            self._learner_logps = logps.detach()
+            self._learner_logps = logps
         return logps, entropies, aux_loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -178,15 +202,63 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         self._metrics[mode]["sampling/policy_version_lag"].append(float(lag))
         if lag == 0:  # engine and learner still hold the same weights
             self._measure_gap(mode, inputs)
+        if self._gap.is_exceeded(mode):
+            # zero gradients rather than none: processes reduce them together
+            loss = 0.0 * self._learner_logps.sum()
+            if self._record is not None:
+                self._record.exclude(mode, inputs["row_number"])
+        else:
+            self._has_tokens |= bool(_loss_mask(inputs).any())
+        self._learner_logps = self._learner_logps.detach()
         return loss
 
     def _measure_gap(self, mode: str, inputs: dict[str, Any]) -> None:
+        was_exceeded = self._gap.is_exceeded(mode)
+        learner_logps = self._learner_logps.detach()
         gap = self._gap.measure(
+            mode,
             inputs["sampling_per_token_logps"],
-            self._learner_logps,
-            inputs["completion_mask"] * inputs["tool_mask"],
+            learner_logps,
+            _loss_mask(inputs),
             self.accelerator,
         )
-        self._append_metrics(mode, gap)
+        self._append_metrics(mode, gap.metrics)
         if self._record is not None:
-            self._record.amend(mode, inputs["row_number"], self._learner_logps)
+            self._record.amend(mode, inputs["row_number"], learner_logps)
+        if self._gap.is_exceeded(mode) and not was_exceeded:
+            self._exclude_rest(mode, gap)
+
+    def _exclude_rest(self, mode: str, gap: Gap) -> None:
+        """Move what is left of the rollout from trained to mismatched in the token ledger, and warn."""
+        self.rollout.mismatch()
+        trained, mismatched = (
+            self._metrics[mode][f"rollout/{name}_tokens"]
+            for name in ("trained", Exclusion.MISMATCHED)
+        )
+        num_trained = float(self._gap.num_accepted(mode))
+        mismatched[-1], trained[-1] = trained[-1] - num_trained, num_trained
+        warning = gap_warning(gap, self._gap, self.rollout_engine.policy_version)
+        self._run_checks.report(warning)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._skip_empty_step()
+        return loss
+
+    def _skip_empty_step(self) -> None:
+        """
+        Drop the gradients of a step in which no process trained a token.
+
+        They are zero, and momentum and weight decay would move the weights all the same.
+        """
+        is_empty = not any(gather_flags(self.accelerator, self._has_tokens)[0])
+        self._has_tokens = False
+        if (
+            is_empty and self.accelerator.scaler is None
+        ):  # a scaler refuses a step without gradients
+            self.model.zero_grad(set_to_none=True)
+
+
+def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    return inputs["completion_mask"] * inputs["tool_mask"]  # [B, C]

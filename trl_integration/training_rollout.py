@@ -1,7 +1,7 @@
 """Hold the state of one rollout between the methods that TRL calls.
 
-Invariant: who is excluded from training is decided here, from the ending of a trajectory and from
-its rewards, and read everywhere else.
+Invariant: who is excluded from training is decided here, from the ending of a trajectory, from its
+rewards and from the engine's gap to the learner, and read everywhere else.
 """
 
 import random
@@ -64,6 +64,10 @@ class TrainingRollout:
             reason or (Exclusion.UNSCORABLE if is_nan else None)
             for reason, is_nan in zip(self.exclusions, is_unscorable, strict=True)
         ]
+
+    def mismatch(self) -> None:
+        """Exclude what is left: the engine's logprobs are too far from the learner's."""
+        self.exclusions = [reason or Exclusion.MISMATCHED for reason in self.exclusions]
 
     @property
     def is_failed(self) -> list[bool]:  # [B]

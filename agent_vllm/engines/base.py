@@ -107,6 +107,11 @@ class RolloutEngine(_Closing, ABC):
         """Return why the engine is dead, or None while it is alive."""
         return None
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that it computes in, or None if that is not known."""
+        return None
+
     def stats(self) -> EngineStats | None:
         """Return counters for metrics, or None if the engine keeps none."""
         return None

@@ -126,6 +126,10 @@ class TorchRolloutEngine(RolloutEngine):
         return self._copy
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._batch.model.dtype
+
+    @property
     def death(self) -> str | None:
         return self._driver.death
 

@@ -136,6 +136,10 @@ class VLLMServerRolloutEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         return self._fleet.stats
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self._facts.dtype)
+
     def close(self) -> None:
         """Close the connections and the weight transfer. The servers keep running."""
         self._thread.close()
@@ -160,7 +164,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 weights.model,
                 self._sample_all,
                 vocab_size=self.vocab_size,
-                dtype=getattr(torch, self._facts.dtype),
+                dtype=self.dtype,
                 num_prompts=2 * len(self._fleet.members.servers),  # some for each of them
             )
             self._is_checked = True

@@ -187,6 +187,10 @@ class VLLMRolloutEngine(RolloutEngine):
         return self._stepper.stats
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
     def death(self) -> str | None:
         return self._driver.death
 
