@@ -60,6 +60,21 @@ def test_the_command_line_answers_without_loading_torch(option):
     assert not loaded & {"torch", "transformers", "numpy"}
 
 
+def test_replay_explains_itself_without_loading_trl():
+    loaded = modules_after("from agent_vllm.cli import main; main(['replay', '--help'])")
+    assert "trl_integration.replay_command" in loaded
+    assert "trl" not in loaded
+
+
+def test_the_trainers_names_can_be_imported_and_others_are_refused():
+    import trl_integration
+
+    assert set(trl_integration.__all__) <= set(dir(trl_integration))
+    assert trl_integration.AgentGRPOConfig.__name__ == "AgentGRPOConfig"
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        trl_integration.Trainer  # noqa: B018
+
+
 def test_an_engine_is_loaded_when_it_is_first_used():
     engines = {f"agent_vllm.engines.{name}" for name in ("torch", "vllm.engine", "server.engine")}
     loaded = modules_after("from agent_vllm import RolloutEngine, rollout_batch")
