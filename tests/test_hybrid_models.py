@@ -6,7 +6,7 @@ import transformers
 from agreement import TOLERANCE, gap
 from transformers import AutoModelForCausalLM
 
-from agent_vllm import TorchRolloutEngine
+from agent_vllm import TorchRolloutEngine, VLLMRolloutEngine
 from agent_vllm.errors import UnsupportedModelError
 
 SIZES = {
@@ -43,7 +43,7 @@ REFUSED = {
 
 def hybrid(name, vocab_size, **changes):
     torch.manual_seed(0)
-    config = getattr(transformers, name)(vocab_size=vocab_size, **SIZES, **changes)
+    config = getattr(transformers, name)(vocab_size=vocab_size, **{**SIZES, **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -73,3 +73,20 @@ def test_a_recurrent_model_that_cannot_be_batched_is_refused_by_name(name, token
     model = hybrid(name, len(tokenizer))
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
         TorchRolloutEngine(model, tokenizer, max_model_len=256)
+
+
+@pytest.mark.vllm
+def test_a_hybrid_model_is_sampled_exactly_by_vllm(tokenizer):
+    """Attention and a recurrent state in every layer; without a prefix cache on a CPU."""
+    sizes = {"hidden_size": 128, "head_dim": 32}
+    model = hybrid("FalconH1Config", len(tokenizer), **{**SAMPLED["FalconH1Config"], **sizes})
+    with VLLMRolloutEngine(model, tokenizer, max_model_len=128) as engine:
+        assert gap(engine, model) <= TOLERANCE
+
+
+@pytest.mark.vllm
+def test_a_hybrid_model_that_vllm_cannot_build_is_refused_by_name(tokenizer):
+    sizes = {"hidden_size": 128, "num_attention_heads": 4}
+    model = hybrid("Lfm2Config", len(tokenizer), **{**SAMPLED["Lfm2Config"], **sizes})
+    with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM.*conv_dim.*torch engine"):
+        VLLMRolloutEngine(model, tokenizer, max_model_len=128)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
 def context_length(config: Any) -> int:
@@ -30,7 +31,13 @@ def head_size(config: Any) -> int:
 
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Return whether layers carry a state from token to token, which padding may leak into."""
-    return model._is_stateful or any(DynamicCache(config=model.config).is_linear)
+    return model._is_stateful or has_recurrent_layers(model.config)
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Return whether the config names layers with a state, as in hybrid models."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -283,7 +283,7 @@ def _generate(
             alive = [alive[index] for index in keep]
             kept = torch.tensor(keep, device=device, dtype=torch.long)
             token_ids, mask = token_ids[kept], mask[kept]
-            cache.reorder_cache(kept)
+            cache.reorder_cache(kept)  # type: ignore[arg-type]
         input_ids = token_ids[:, None]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
     return rows

@@ -1,7 +1,7 @@
 """Call one `vllm serve` process over HTTP.
 
 Owns the names of vLLM's routes and the timeout of each call. Knows nothing of other servers.
-Invariant: every call ends in time, and its error names the call and the server.
+Invariant: a completion that it returns has the form that vLLM documents.
 """
 
 import asyncio
@@ -15,24 +15,12 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 
 from agent_vllm.engines.request import GenerationRequest
+from agent_vllm.engines.server.http import JsonClient
 from agent_vllm.errors import EngineError
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 60.0  # a busy engine answers between two of its steps
 TRANSFER_TIMEOUT_S = 600.0  # for one part of the weights
-
-
-class NoAnswerError(EngineError):
-    """The connection failed, broke, or stayed silent: the server may be gone."""
-
-
-class RefusedError(EngineError):
-    """The server answered, with an error."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +34,7 @@ class Answer:
     num_cached_tokens: int
 
 
-class ServerClient:
+class ServerClient(JsonClient):
     """Call one server, on the event loop of its session.
 
     Args:
@@ -57,12 +45,8 @@ class ServerClient:
     def __init__(
         self, base_url: str, session: aiohttp.ClientSession, *, request_timeout_s: float
     ) -> None:
-        self.url = base_url.rstrip("/")
-        self._session = session
+        super().__init__(base_url, session)
         self._request_timeout_s = request_timeout_s
-
-    def __str__(self) -> str:
-        return self.url
 
     # ---- generation ----
 
@@ -99,10 +83,6 @@ class ServerClient:
         """Return vLLM's whole configuration. Needs `VLLM_SERVER_DEV_MODE=1`."""
         info = await self.get("/server_info", params={"config_format": "json"})
         return info["vllm_config"]
-
-    async def tokenize(self, text: str) -> list[int]:
-        answer = await self.post("/tokenize", {"prompt": text, "add_special_tokens": False})
-        return answer["tokens"]
 
     async def weight_version(self) -> str:
         """Return the label of its weights; "default" for those it was started with."""
@@ -143,34 +123,6 @@ class ServerClient:
 
     async def reset_prefix_cache(self) -> bool:
         return (await self.post("/reset_prefix_cache"))["success"]
-
-    # ---- HTTP ----
-
-    async def get(self, path: str, **options: Any) -> Any:
-        return await self._call("GET", path, **options)
-
-    async def post(self, path: str, body: Any = None, **options: Any) -> Any:
-        return await self._call("POST", path, json=body, **options)
-
-    async def _call(
-        self, method: str, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S, **options: Any
-    ) -> Any:
-        what = f"{method} {self.url}{path}"
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.request(
-                method, self.url + path, timeout=timeout, **options
-            ) as response:
-                if response.status != 200:
-                    text = await response.text()
-                    raise RefusedError(f"{what}: {response.status} {text:.500}", response.status)
-                return await response.json()
-        except TimeoutError as error:
-            raise NoAnswerError(f"{what}: no answer within {timeout_s:g} s.") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise NoAnswerError(f"{what}: {type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise EngineError(f"{what}: the answer is no JSON: {error}") from error
 
 
 def sampling_params(request: GenerationRequest) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats
 from agent_vllm.engines.request import GenerationRequest, ends_on_string
-from agent_vllm.engines.server.client import Answer, NoAnswerError, RefusedError, ServerClient
+from agent_vllm.engines.server.client import Answer, ServerClient
 from agent_vllm.engines.server.gate import UpdateGate
+from agent_vllm.engines.server.http import NoAnswerError, RefusedError
 from agent_vllm.engines.server.members import Members, Server
 from agent_vllm.errors import EngineError
 from agent_vllm.types import Completion

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from agent_vllm.engines.learner import ModelSource
 from agent_vllm.engines.models import model_sizes
 from agent_vllm.engines.request import GenerationRequest
-from agent_vllm.engines.server.client import NoAnswerError, RefusedError, ServerClient
+from agent_vllm.engines.server.client import ServerClient
+from agent_vllm.engines.server.http import NoAnswerError, RefusedError
 from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
 from agent_vllm.errors import EngineError, VLLMServerError
 from agent_vllm.settings import SamplingParams
@@ -174,7 +175,8 @@ async def _check_tokenizer(
     text = _PROBE_TEXT + "".join(sorted(map(str, tokenizer.added_tokens_decoder.values())))
     ours = tokenizer.encode(text, add_special_tokens=False)
     try:
-        theirs = await client.tokenize(text)
+        body = {"prompt": text, "add_special_tokens": False}
+        theirs = (await client.post("/tokenize", body))["tokens"]
     except RefusedError as error:
         raise VLLMServerError(
             f"{client.url} has no tokenizer: {error} Start it without `--skip-tokenizer-init`."

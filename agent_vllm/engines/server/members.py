@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from agent_vllm.engines.server.client import NoAnswerError, ServerClient
+from agent_vllm.engines.server.client import ServerClient
+from agent_vllm.engines.server.http import NoAnswerError
 from agent_vllm.errors import EngineDeadError, EngineError, VLLMServerError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from agent_vllm.engines.models import head_size
+from agent_vllm.engines.models import has_recurrent_layers, head_size
 from agent_vllm.engines.vllm.lora import lora_args
 
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
@@ -68,6 +68,8 @@ class VLLMOptions:
             "kv_cache_memory_bytes": cache_bytes,
             # A prompt prefilled in pieces rewinds its seeded generator; CPU generators can't.
             "enable_chunked_prefill": False,
+            # vLLM caches the states of recurrent layers only where prompts may be cut.
+            "enable_prefix_caching": not has_recurrent_layers(config),
             "max_num_batched_tokens": max(_CPU_MAX_BATCHED_TOKENS, self.max_model_len),
         }
 

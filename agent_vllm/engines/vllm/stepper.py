@@ -9,14 +9,14 @@ import gc
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from agent_vllm.engines.base import EngineStats
-from agent_vllm.engines.driver import Outcome
 from agent_vllm.engines.learner import ModelSource
+from agent_vllm.engines.mailbox import Outcome
 from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
@@ -47,6 +47,7 @@ def check_sleep_mode() -> None:
 def _build(source: ModelSource, options: VLLMOptions) -> Any:
     """Build a `vllm.LLMEngine` in this process, with weights if the source has a path."""
     with ExitStack() as stack:
+        stack.enter_context(_unsupported_named(source.config.architectures))
         stack.enter_context(host_process_kept())
         stack.enter_context(process_groups.own_default_group())
         from vllm import EngineArgs, LLMEngine
@@ -72,6 +73,18 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
         if options.gpu:  # vLLM would take GPU 0 on every rank
             config.device_config.device = torch.device("cuda", options.gpu)
         return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+
+
+@contextmanager
+def _unsupported_named(architectures: list[str] | None) -> Iterator[None]:
+    """Name the model if vLLM's code for it fails: a package or an attribute is missing."""
+    try:
+        yield
+    except (AttributeError, ImportError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"vLLM can't build {architectures}: {type(error).__name__}: {error}. Use the torch "
+            'engine (rollout_engine="torch").'
+        ) from error
 
 
 def _prepare_architecture(architectures: list[str] | None) -> None:
