@@ -62,7 +62,6 @@ _NESTED = (  # the first is part of what the second bounds
     ("turn_deadline_s", "deadline_s"),
     ("max_new_tokens", "max_completion_tokens"),
     ("max_tool_result_tokens", "max_completion_tokens"),
-    ("max_tool_rounds", "max_turns"),
 )
 
 

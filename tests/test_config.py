@@ -13,7 +13,9 @@ def config(tmp_path, **options):
 
 def test_limits_by_default(tmp_path):
     defaults = config(tmp_path)
-    assert defaults.limits() == Limits(max_completion_tokens=defaults.max_completion_length)
+    assert defaults.limits() == Limits(
+        max_turns=None, max_completion_tokens=defaults.max_completion_length
+    )
 
 
 def test_every_limit_has_a_setting(tmp_path):

@@ -194,11 +194,16 @@ class AgentGRPOConfig(GRPOConfig):
                 "Use None for no limit."
             )
         self._check_sampling()
+        num_rounds, num_turns = self.max_tool_calling_iterations, self.max_turns
+        if num_rounds is not None and num_turns is not None and num_rounds > num_turns:
+            raise ValueError(
+                f"`max_tool_calling_iterations` must be at most `max_turns`, got {num_rounds} and "
+                f"{num_turns}: it can't be reached. Lower it, or raise `max_turns`."
+            )
         try:
             self.limits()
-        except ValueError as error:  # it names TRL's settings in its own way
+        except ValueError as error:  # it names TRL's setting in its own way
             message = str(error).replace("max_completion_tokens", "max_completion_length")
-            message = message.replace("max_tool_rounds", "max_tool_calling_iterations")
             raise ValueError(message) from None
 
     def _set_once(self, name: str, value: Any) -> None:
