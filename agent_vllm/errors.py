@@ -50,7 +50,7 @@ class WeightSyncError(AgentVLLMError, RuntimeError):
 
 
 class LearnerDivergedError(AgentVLLMError, FloatingPointError):
-    """The learner's weights or gradients are not finite; names the parameter and the last checkpoint."""
+    """A weight or gradient of the learner is not finite. Names it and the last checkpoint."""
 
 
 class RunCheckError(AgentVLLMError, RuntimeError):
