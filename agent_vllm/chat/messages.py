@@ -33,7 +33,7 @@ def for_template(messages: Messages) -> list[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any], is_table: bool) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    new = {
+    new: dict[str, Any] = {
         key: value if isinstance(value, str) else copy.deepcopy(value)
         for key, value in message.items()
         if value is not None and key != "tool_calls"

@@ -10,6 +10,7 @@ or packed).
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from agent_vllm.engines.learner.sharding import (
 from agent_vllm.errors import WeightSyncError
 
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
+TensorsT = TypeVar("TensorsT", bound=Mapping[str, torch.Tensor])
 
 
 class LearnerWeights:
@@ -136,7 +138,7 @@ class LearnerWeights:
         reshard(self.model)
         return list(_walk(self.model))
 
-    def _counted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _counted(self, tensors: TensorsT) -> TensorsT:
         self.num_bytes_read += sum(tensor.nbytes for tensor in tensors.values())
         return tensors
 
