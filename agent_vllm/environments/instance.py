@@ -174,8 +174,8 @@ class Instance:
                 f"`{self.label}.get_tools` must return a list of tools, got {type(given).__name__}."
             )
         methods = [
-            Tool(schema=schema, function=getattr(self.environment, name))
-            for name, schema in kind.schemas.items()
+            dataclasses.replace(tool, function=getattr(self.environment, name))
+            for name, tool in kind.tools.items()
         ]
         try:
             return [self.tool(tool) for tool in tools_by_name([*methods, *given]).values()]

@@ -1,5 +1,6 @@
 """Describe a class of environments: the tools that it offers and which optional methods it has."""
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
-from agent_vllm.tools import as_tool
+from agent_vllm.tools import Tool, as_tool
 
 Factory = Callable[[], Any]
 
@@ -20,13 +21,13 @@ class Kind:
     """List the methods of a class of environments.
 
     Attributes:
-        schemas: schemas of the methods that the model may call, by name.
+        tools: the methods that the model may call, by name, bound to no instance.
         has_tools: whether it has `get_tools`.
         has_reward: whether it has `get_reward`.
         has_user: whether it has `get_user_message`.
     """
 
-    schemas: dict[str, Mapping[str, Any]]
+    tools: dict[str, Tool]
     has_tools: bool
     has_reward: bool
     has_user: bool
@@ -80,18 +81,20 @@ def _described(environment: Any) -> Kind:
         )
     tools = [m for m in methods if m not in LIFECYCLE and not m.startswith("_")]
     return Kind(
-        schemas={tool: _schema(name, getattr(environment, tool)) for tool in tools},
+        tools={tool: _tool(environment, tool) for tool in tools},
         has_tools="get_tools" in methods,
         has_reward="get_reward" in methods,
         has_user="get_user_message" in methods,
     )
 
 
-def _schema(name: str, method: Callable[..., Any]) -> Mapping[str, Any]:
+def _tool(environment: Any, method: str) -> Tool:
+    kind = type(environment)
     try:
-        return as_tool(method).schema
+        tool = as_tool(getattr(environment, method))
+        return dataclasses.replace(tool, function=getattr(kind, method))
     except ToolDefinitionError as error:
         raise EnvironmentDefinitionError(
-            f"Environment `{name}` offers its public methods to the model. {error} If one is not "
-            "for the model, begin its name with an underscore."
+            f"Environment `{kind.__name__}` offers its public methods to the model. {error} If one "
+            "is not for the model, begin its name with an underscore."
         ) from error

@@ -124,7 +124,7 @@ class Environments:
 
     def tool_names(self, name: str | None) -> list[str]:
         """Return the methods that the model may call in this kind of environment."""
-        return list(kind_of(self.examples[name]).schemas)
+        return list(kind_of(self.examples[name]).tools)
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], as_data: Callable[[str], str] = str

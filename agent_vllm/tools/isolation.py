@@ -70,6 +70,11 @@ def isolated(
             a limit is not positive; says what to do.
     """
     tool = as_tool(tool)
+    if tool.converters:
+        raise ToolDefinitionError(
+            f"The arguments of isolated tool `{tool.name}` must be JSON, got other types for "
+            f"{', '.join(tool.converters)}. Give it JSON types, and convert in the function."
+        )
     limits = {"cpu_s": cpu_s, "memory_mb": memory_mb, "max_output_bytes": max_output_bytes}
     for name, value in limits.items():
         if not isinstance(value, int) or value <= 0:

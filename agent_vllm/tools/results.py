@@ -25,6 +25,10 @@ class ToolFailure(Exception):
     """The call failed with this message, word for word; tools may raise it."""
 
 
+class InvalidArguments(ToolFailure):
+    """The call's arguments can't be converted to what the function takes."""
+
+
 class ToolInterrupted(BaseException):
     """A tool raised KeyboardInterrupt: the user wants the run to stop.
 

@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
-from agent_vllm.tools.results import ToolFailure, encode_result
+from agent_vllm.tools.results import InvalidArguments, ToolFailure, encode_result
+from agent_vllm.tools.signature import converted
 from agent_vllm.tools.tool import Tool
 from agent_vllm.tools.workers import (
     call_in_main,
@@ -75,6 +76,8 @@ class ToolRunner:
             return _error_result(call, problem, "invalid")
         try:
             content = await self._try(tools[call.name], call.arguments or {}, give_up_at)
+        except InvalidArguments as problem:
+            return _error_result(call, f"Wrong arguments for {call.name!r}: {problem}", "invalid")
         except ToolFailure as failed:
             return _error_result(call, str(failed), "failed")
         return ToolResult(name=call.name, content=content, status="ok")
@@ -85,6 +88,8 @@ class ToolRunner:
             pause_s = _FIRST_RETRY_S * 2**attempt
             try:
                 return await self._call(tool, arguments, give_up_at)
+            except InvalidArguments:
+                raise
             except ToolFailure:
                 if give_up_at is not None and _now() + pause_s >= give_up_at:
                     raise
@@ -118,7 +123,7 @@ class ToolRunner:
             try:
                 text = await _CALL_IN[tool.runs_in](work, tool.name, limit_s)
             except ToolFailure as failed:
-                raise _with_hint(failed, tool) from failed
+                raise (_with_hint(failed, tool) or failed) from None
             if isinstance(text, str):
                 return text
             return await shared_loop().call(lambda: _awaited(text), tool.name, limit_s)
@@ -178,10 +183,10 @@ def _error_result(call: ToolCall, message: str, status: Literal["failed", "inval
     return ToolResult(name=call.name, content=encode_result({"error": message}), status=status)
 
 
-def _with_hint(failed: ToolFailure, tool: Tool) -> ToolFailure:
+def _with_hint(failed: ToolFailure, tool: Tool) -> ToolFailure | None:
     """Name the setting that helps where the thread was the trouble."""
     if tool.runs_in == "main" or not any(said in str(failed) for said in _NEEDS_A_THREAD):
-        return failed
+        return None
     return ToolFailure(
         f"{failed}. Give `Tool(function={tool.name}, runs_in='main')` for signals and for what the "
         "main thread opened, or runs_in='one_thread' for what the tools themselves open."
@@ -192,7 +197,12 @@ def _with_hint(failed: ToolFailure, tool: Tool) -> ToolFailure:
 
 
 def _fresh_call(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    return tool.function(**copy.deepcopy(dict(arguments)))  # the conversation keeps its own
+    values = copy.deepcopy(dict(arguments))  # the conversation keeps its own
+    try:
+        values = converted(values, tool.converters)
+    except ValueError as error:
+        raise InvalidArguments(str(error)) from error
+    return tool.function(**values)
 
 
 def _called(tool: Tool, arguments: Mapping[str, Any]) -> str | Awaitable[Any]:

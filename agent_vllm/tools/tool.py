@@ -7,19 +7,15 @@ arguments can be checked against.
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from transformers.utils.chat_template_utils import get_json_schema
+from pydantic import TypeAdapter
 
 from agent_vllm.errors import ToolDefinitionError
 from agent_vllm.tools.arguments import argument_errors, schema_problem, validator_of
-
-# `a (int, optional): text` in a docstring; the type is in the hints already.
-_TYPED_ARGUMENT = re.compile(r"^(\s*)(\w+)\s*\((?:[^()\n]|\([^()\n]*\))*\)\s*:", re.MULTILINE)
-
+from agent_vllm.tools.signature import Signature, signature_of
 
 RunsIn = Literal["thread", "one_thread", "main"]
 
@@ -43,6 +39,8 @@ class Tool:
             be used where it was opened (SQLite, Playwright). "main": on the thread that called
             `train` or `rollout_batch`, as in TRL, for signals and for what the script has opened;
             a call can't be interrupted there.
+        converters: of arguments that the function takes as enums, dates, models and the like; made
+            with the schema. With a schema of your own the function gets plain JSON.
     """
 
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -52,10 +50,13 @@ class Tool:
     max_calls_per_s: float | None = None
     max_retries: int = 0
     runs_in: RunsIn = "thread"
+    converters: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.schema:
-            object.__setattr__(self, "schema", _described(self.function))
+            signature = _described(self.function)
+            object.__setattr__(self, "schema", signature.schema)
+            object.__setattr__(self, "converters", signature.converters)
         self._check_limits()
         for key in ("name", "description"):
             value = self.schema["function"].get(key, "")
@@ -138,9 +139,9 @@ def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return Tool(function=tool)
 
 
-def _described(function: Callable[..., Any]) -> dict[str, Any]:
+def _described(function: Callable[..., Any]) -> Signature:
     try:
-        return _schema_of(function)
+        return signature_of(function)
     except Exception as error:  # the parser of hints and docstrings raises many kinds
         name = getattr(function, "__name__", repr(function))
         raise ToolDefinitionError(
@@ -185,7 +186,7 @@ def row_function(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], 
 def _is_described(function: Callable[..., Any]) -> bool:
     """Return whether hints and docstring make it a tool, whose first argument is no row."""
     try:
-        properties = _schema_of(function)["function"]["parameters"]["properties"]
+        properties = signature_of(function).schema["function"]["parameters"]["properties"]
     except Exception:  # no hints or no docstring: the parser of both raises many kinds
         return False
     return next(iter(properties.values()), {}).get("type") != "object"
@@ -200,34 +201,3 @@ def _no_list(name: str) -> ToolDefinitionError:
 def tool_name(tool: Tool | Callable[..., Any]) -> str:
     """Return the name that the model uses, without the work of describing the tool."""
     return tool.name if isinstance(tool, Tool) else tool.__name__
-
-
-def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    schema = get_json_schema(_with_plain_docstring(function))
-    properties = schema["function"]["parameters"]["properties"]
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.default is None:  # `day: str = None` accepts None, whatever its hint says
-            properties[name]["nullable"] = True
-    return schema
-
-
-def _with_plain_docstring(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, or a stand-in whose docstring has no types in it.
-
-    Google's style allows `a (int): text`; transformers reads `a: text` alone.
-    """
-    parameters = inspect.signature(function).parameters
-    docstring = inspect.getdoc(function) or ""
-
-    def untyped(match: re.Match[str]) -> str:
-        return f"{match[1]}{match[2]}:" if match[2] in parameters else match[0]
-
-    plain = _TYPED_ARGUMENT.sub(untyped, docstring)
-    if plain == docstring:
-        return function
-
-    @functools.wraps(function)
-    def stand_in() -> None: ...
-
-    stand_in.__doc__ = plain
-    return stand_in
