@@ -19,6 +19,9 @@ Script = Callable[[GenerationRequest], Sequence[int] | Exception]
 class ScriptedRolloutEngine(RolloutEngine):
     """Answer from a script; every sampled token has logprob -0.5.
 
+    These logprobs are far from any learner's: a trainer trains on them only with
+    `max_logprob_gap=math.inf`.
+
     Args:
         tokenizer: encodes turns given as text; its end token is added to them.
         turns: the turns of a conversation in order, as text or ids (each request takes the next

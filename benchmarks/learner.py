@@ -1,5 +1,6 @@
 """Measure B11, and hold what trainers need to be measured: data, settings, a reward, a clock."""
 
+import math
 import tempfile
 import time
 from random import Random
@@ -97,7 +98,12 @@ def _learner_seconds(ours: Setup, old_logprobs: str, batch_size: int, num_steps:
     args = settings(batch_size, num_steps + 1, tempfile.mkdtemp())
     trainer = AgentGRPOTrainer(
         **trainer_arguments(ours, batch_size),
-        args=AgentGRPOConfig(**args, old_logprobs=old_logprobs, rollout_progress=False),
+        args=AgentGRPOConfig(
+            **args,
+            old_logprobs=old_logprobs,
+            rollout_progress=False,
+            max_logprob_gap=math.inf,  # the script's logprobs are made up
+        ),
         rollout_engine=ScriptedRolloutEngine(ours.tokenizer, ours.script, max_model_len=1024),
         callbacks=[clock],
     )

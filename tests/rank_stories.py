@@ -4,6 +4,7 @@ Usage: rank_stories.py FOLDER STORY...; every story has a folder of its own in F
 """
 
 import json
+import math
 import sys
 import time
 from contextlib import contextmanager
@@ -187,6 +188,7 @@ def scripted(folder):
         max_steps=3,
         tool_timeout_s=150,
         old_logprobs="recomputed",
+        max_logprob_gap=math.inf,  # the script's logprobs are made up
     )
     run.train()
     try:
