@@ -265,10 +265,14 @@ def test_every_reason_is_in_the_list():
     assert {values[0] for values in marks} == set(StopReason) - failures
 
 
-def test_an_empty_completion_is_a_cut_turn(tell):
-    t = tell([])
-    assert (t.stop_reason, t.completion_ids) == (StopReason.TURN_LENGTH, [])
-    assert t.completion_messages == [{"role": "assistant", "content": ""}]
+def test_an_empty_completion_is_an_engines_error_and_retried(chat, scripted):
+    turns = iter([[], ids_of(chat.tokenizer, "done"), [], []])
+    engine = scripted(lambda _: next(turns))
+    retried, failed = (rollout_single(engine, chat, user(), [shout]) for _ in range(2))
+    assert retried.stop_reason is StopReason.TURN_LENGTH  # without its end token
+    assert retried.turn_outputs == ["done"]
+    assert (failed.stop_reason, failed.completion_ids) == (StopReason.ENGINE_ERROR, [])
+    assert "sampled 0 tokens" in failed.error
 
 
 def test_an_end_token_alone_is_an_empty_answer(tell):

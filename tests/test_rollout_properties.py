@@ -51,7 +51,7 @@ def _random_rollout(chat, scripted, seed):
         if rng.random() < (0.5 if is_again else 0.1):
             lost.append(request)
             return EngineError("lost")
-        return ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.1 else ids
+        return ids[: rng.randrange(1, len(ids) + 1)] if rng.random() < 0.1 else ids
 
     max_new_tokens = rng.choice([None, 40, 80, 200])
     budgets = [num for num in (60, 200, 700) if num >= (max_new_tokens or 0)]
