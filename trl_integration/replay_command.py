@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_vllm.record import RolloutRecord, batch_name, read_batches, to_trajectory
-from agent_vllm.training import TrainingBatch, collate
+from agent_vllm.record import RolloutRecord, batch_name, read_batches
+from agent_vllm.training import collate
 
 if TYPE_CHECKING:
     from trl_integration.rescore import Rescored, RescoringTrainer
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         rescored = trainer.rescore(records)
         differences = list(_differences(records, rescored.rewards))
         num_differences += len(differences)
-        batch = collate([to_trajectory(record) for record in records], pad_token_id=0)
-        print("\n".join(_report(records, rescored, differences, batch)))
+        print("\n".join(_report(records, rescored, differences)))
     names = ", ".join(function.__name__ for function in functions)
     print(f"{names}: {num_differences} rewards differ from the recorded ones")
     return 1 if num_differences else 0
@@ -108,39 +107,38 @@ def _differences(
     for record, now in zip(records, rewards, strict=True):
         for name, value in now.items():
             new = None if math.isnan(value) else value
-            old = record["rewards"].get(name, new)
+            old = record.rewards.get(name, new)
             if new != old:
-                yield f"{record['id']} {name}: recorded {old}, now {new}"
+                yield f"{record.id} {name}: recorded {old}, now {new}"
 
 
 def _report(
-    records: Sequence[RolloutRecord],
-    rescored: "Rescored",
-    differences: Sequence[str],
-    batch: TrainingBatch,
+    records: Sequence[RolloutRecord], rescored: "Rescored", differences: Sequence[str]
 ) -> Iterator[str]:
-    num_groups = len({record["group"] for record in records})
+    num_groups = len({record.group for record in records})
     yield f"{batch_name(records[0])}: {len(records)} trajectories, {num_groups} prompts"
     for name in rescored.rewards[0]:
         scored = [row[name] for row in rescored.rewards if not math.isnan(row[name])]
-        note = "" if name in records[0]["rewards"] else ", not in the record"
+        note = "" if name in records[0].rewards else ", not in the record"
         yield f"  {name}: mean {sum(scored) / max(len(scored), 1):.6g}{note}"
     yield from (f"  {line}" for line in differences[:_MAX_LISTED])
     if len(differences) > _MAX_LISTED:
         yield f"  and {len(differences) - _MAX_LISTED} more"
-    shapes = (f"{name} {list(getattr(batch, name).shape)}" for name in _TENSORS)
-    yield f"  tensors: {', '.join(shapes)}"
-    yield f"  tokens: {_token_counts(records, rescored)}"
-    num_known = sum(record["learner_logprobs"] is not None for record in records)
+    yield from _tensors(records, rescored)
+    num_known = sum(record.learner_logprobs is not None for record in records)
     yield f"  loss: {rescored.loss!r}, learner logprobs recorded for {num_known}/{len(records)}"
 
 
-def _token_counts(records: Sequence[RolloutRecord], rescored: "Rescored") -> str:
-    num_prompt = sum(len(record["prompt_ids"]) for record in records)
-    num_sampled = sum(sum(record["completion_mask"]) for record in records)
-    num_completion = sum(len(record["completion_ids"]) for record in records)
+def _tensors(records: Sequence[RolloutRecord], rescored: "Rescored") -> Iterator[str]:
+    batch = collate([record.trajectory for record in records], pad_token_id=0)
+    yield "  tensors: " + ", ".join(
+        f"{name} {list(getattr(batch, name).shape)}" for name in _TENSORS
+    )
+    num_prompt = sum(len(record.prompt_ids) for record in records)
+    num_sampled = int(batch.completion_mask.sum())
+    num_observed = int(batch.attention_mask.sum()) - num_prompt - num_sampled
     num_trained = int((rescored.inputs["completion_mask"] * rescored.inputs["tool_mask"]).sum())
-    return (
-        f"{num_prompt} prompt, {num_sampled} sampled, {num_completion - num_sampled} observed, "
+    yield (
+        f"  tokens: {num_prompt} prompt, {num_sampled} sampled, {num_observed} observed, "
         f"{num_trained} trained"
     )
