@@ -199,7 +199,7 @@ def check_prompt(prompt: Any, owner: str, needs_prompt: bool, takes_text: bool) 
         if not takes_text:
             raise ValueError(
                 f"{owner} must have a conversational prompt (a list of messages) where there are "
-                "tools, an environment or a user, got str. Conversational prompts are "
+                "tools, an environment or a user, got str. Use conversational prompts: "
                 '[{"role": "user", "content": ...}].'
             )
     elif isinstance(prompt, Sequence) and prompt:
