@@ -335,8 +335,8 @@ _PAGE = """\
 
 TRL {version} ships {total} chat templates. {passed} of them can be used, {refused} are refused.
 
-For each template that can be used, `tests/test_families.py` checks three things, with a tokenizer
-that has the family's control tokens:
+For each template that can be used, `tests/unit/test_families.py` checks three things, with a
+tokenizer that has the family's control tokens:
 
 - Prompt, turn and suffix are, token by token, what the template renders for the whole
   conversation. This covers one call and several, with and without thinking, and a second round of

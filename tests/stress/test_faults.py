@@ -5,7 +5,6 @@ import json
 
 import pytest
 from fakes import ADD, add, user
-from stress.faults import ODD_VALUES, Fault, FaultyEngine, faulty
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import EngineError
@@ -13,6 +12,7 @@ from agent_vllm.rollout import rollout_batch
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import ToolFailure, encode_result
 from agent_vllm.types import StopReason
+from stress.faults import ODD_VALUES, Fault, FaultyEngine, faulty
 
 LOST = {
     Fault.REQUEST_ERROR: "On purpose: the request failed.",

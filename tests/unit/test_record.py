@@ -7,10 +7,10 @@ import signal
 import tracemalloc
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fakes import ADD, add, call, chatml_tokenizer, ids_of, observed, sampled, trajectory, user
+from paths import TESTS
 from records import record as whole_line
 from records import span, turn
 
@@ -285,7 +285,7 @@ def test_a_turn_without_tokens_is_read_back(path):
 
 # ---- schema 2 ----
 
-SCHEMA_2 = Path(__file__).parent / "data" / "schema2.jsonl"
+SCHEMA_2 = TESTS / "data" / "schema2.jsonl"
 
 
 def flat(line):

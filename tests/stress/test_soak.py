@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 from fakes import observed, sampled, trajectory
-from stress import soak
-from stress.trouble import KINDS
 
 from agent_vllm.types import StopReason, ToolResult
+from stress import soak
+from stress.trouble import KINDS
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 from paths import PYTHONPATH, ROOT
-from stress import stops
 
+from stress import stops
 from trl_integration.interrupts import interrupted_afterwards
 
 

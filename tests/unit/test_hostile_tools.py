@@ -1,7 +1,7 @@
 """Tools that misbehave on threads and loops: the call ends in one result, and nobody else notices.
 
 What a thread can't be kept from (closing the process's files, ending it) is in docs/security.md;
-`tests/test_isolation.py` shows it kept out.
+`tests/unit/test_isolation.py` shows it kept out.
 """
 
 import asyncio

@@ -3,11 +3,10 @@
 import ast
 import importlib
 import re
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("agent_vllm", "trl_integration")
 
