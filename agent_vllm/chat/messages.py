@@ -38,8 +38,9 @@ def _message(message: Mapping[str, Any], is_table: bool) -> dict[str, Any]:
         for key, value in message.items()
         if value is not None and key != "tool_calls"
     }
-    if isinstance(new.get("content"), list):
-        new["content"] = _text(new["content"], new.get("role"))
+    content = new.get("content")
+    if isinstance(content, list):
+        new["content"] = _text(content, new.get("role"))
     if calls is not None:
         new["tool_calls"] = [_call(call, is_table) for call in calls]
         new.setdefault("content", "")
