@@ -1,8 +1,9 @@
 """Keep environments: stateful worlds with their own tools, made by TRL's `environment_factory`.
 
 Owns the instances, one per trajectory: makes, resets, scores and reuses them. Knows nothing of
-datasets and trainers. Invariant: whatever an instance does affects its own trajectory only, and an
-instance that failed or hangs is never used again.
+datasets and trainers. Invariant: whatever an instance does affects its own trajectory only (but an
+async method that blocks the shared event loop delays the others), and an instance that failed or
+hangs is never used again.
 """
 
 import asyncio
