@@ -50,7 +50,7 @@ class WeightSyncError(AgentVLLMError, RuntimeError):
 
 
 class LearnerDivergedError(AgentVLLMError, FloatingPointError):
-    """The learner's weights or gradients are not finite; names the parameter and the last checkpoint."""
+    """The learner is not finite; names the parameter and the last finite checkpoint."""
 
 
 class RunCheckError(AgentVLLMError, RuntimeError):
