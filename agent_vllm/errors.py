@@ -50,7 +50,7 @@ class WeightSyncError(AgentVLLMError, RuntimeError):
 
 
 class LearnerDivergedError(AgentVLLMError, FloatingPointError):
-    """A weight or gradient of the learner is not finite. Names it and the last checkpoint."""
+    """The learner is not finite; names the parameter and the last finite checkpoint."""
 
 
 class RunCheckError(AgentVLLMError, RuntimeError):

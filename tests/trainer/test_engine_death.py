@@ -355,7 +355,9 @@ def test_a_sync_that_fails_once_is_made_up_for_before_the_next_rollout(
 def test_syncs_that_fail_twice_in_a_row_stop_the_run_with_a_checkpoint(make_trainer, plain, agent):
     with strict_engine(agent, failing={1, 2}) as engine:
         trainer = make_trainer(engine, model=agent[0])
-        with pytest.raises(EngineDeadError, match=r"with OutOfMemoryError.*checkpoint-1"):
+        with pytest.raises(
+            EngineDeadError, match=r"in the end with OutOfMemoryError.*checkpoint-1"
+        ):
             trainer.train()
     trainer.close()
     again = make_trainer()
