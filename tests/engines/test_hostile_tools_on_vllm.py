@@ -20,7 +20,7 @@ from tool_calls import failed
 from transformers import AutoModelForCausalLM
 
 from agent_vllm import ChatFormat, Limits, rollout_batch
-from agent_vllm.tools import MAX_RESULT_CHARS, as_tool, isolated
+from agent_vllm.tools import MAX_RESULT_CHARS, as_tool, isolated, shared_loop
 
 pytestmark = pytest.mark.vllm
 
@@ -122,11 +122,14 @@ def undisturbed(roll):
 
 
 def held():
-    """Threads, open files and child processes of this process."""
+    """Threads, open files and child processes of this process, beside one shared loop."""
+    shared_loop()  # with the few idle threads of its pool
     lists = Path("/proc/self/task").glob("*/children")  # each thread has its own
     children = [child for path in lists for child in path.read_text().split()]
+    threads = threading.enumerate()
     return (
-        {thread.ident for thread in threading.enumerate()},
+        {t.ident for t in threads if t.name != "async tools" and not t.name.startswith("asyncio_")},
+        sum(thread.name == "async tools" for thread in threads),
         len(os.listdir("/proc/self/fd")),
         len(children),
     )
@@ -136,11 +139,11 @@ def given_back(before):
     give_up = time.monotonic() + 20
     while True:
         gc.collect()  # warm workers live as long as their tool
-        threads, num_files, num_children = held()
-        new = (threads - before[0], num_files - before[1], num_children - before[2])
-        if not new[0] and new[1] <= 0 and new[2] <= 0:
+        threads, *counts = held()
+        new = (threads - before[0], *(a - b for a, b in zip(counts, before[1:], strict=True)))
+        if not new[0] and max(new[1:]) <= 0:
             return True
-        assert time.monotonic() < give_up, f"threads, files, children left: {new}"
+        assert time.monotonic() < give_up, f"threads, loops, files, children left: {new}"
         time.sleep(0.02)
 
 

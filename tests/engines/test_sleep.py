@@ -110,6 +110,7 @@ def test_the_trainer_lets_the_engine_sleep_between_rollouts(sleeper):
         tokenizer=engine.tokenizer,
         learner=lambda: model,
         save_state=lambda: None,
+        check_learner=lambda: None,
     )
     life.ensure_current()
     sample(engine)

@@ -67,10 +67,10 @@ def random_turn(rng, name):
     ids = list(rng.choice(list(turns_of(name).values())))
     match rng.randrange(10):
         case 0:
-            return ids[: rng.randrange(len(ids))]  # no end: cut by length
+            return ids[: rng.randrange(1, len(ids))]  # no end: cut by length
         case 1:
             at = rng.randrange(len(ids))
-            return [*ids[:at], *ids[at + 3 :]]
+            return [*ids[:at], *ids[at + 3 :]] or ids
         case 2:
             return [*ids[:-1], rng.choice(chat.end_token_ids)]
         case 3:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import os
 import random
 import signal
 import threading
@@ -151,7 +152,7 @@ def test_ctrl_c_cancels_what_runs_and_is_raised(chat, scripted):
 
     async def wait() -> str:
         """Wait for ever."""
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal does: to the process
         try:
             await asyncio.Event().wait()
         finally:
