@@ -74,7 +74,7 @@ def rollout_single(
     messages: Messages,
     tools: Tools | None = None,
     *,
-    users_batch: Sequence[User | None] | None = None,
+    user: User | None = None,
     limits: Limits | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -85,13 +85,15 @@ def rollout_single(
     seed: int | None = None,
     status: RolloutStatus | None = None,
 ) -> Trajectory:
-    """Sample one trajectory of one conversation; keywords are those of `rollout_batch_async`."""
+    """Sample one trajectory of one conversation. Keywords are those of `rollout_batch_async`, with
+    one `user`.
+    """
     rollout = rollout_single_async(
         engine,
         chat,
         messages,
         tools,
-        users_batch=users_batch,
+        user=user,
         limits=limits,
         temperature=temperature,
         top_p=top_p,
@@ -111,7 +113,7 @@ async def rollout_single_async(
     messages: Messages,
     tools: Tools | None = None,
     *,
-    users_batch: Sequence[User | None] | None = None,
+    user: User | None = None,
     limits: Limits | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -128,7 +130,7 @@ async def rollout_single_async(
         chat,
         [messages],
         [tools],
-        users_batch=users_batch,
+        users_batch=[user],
         limits=limits,
         temperature=temperature,
         top_p=top_p,

@@ -46,7 +46,7 @@ def test_a_users_reply_is_bounded_by_the_turn(chat, scripted, stuck):
         scripted(["hello"]),
         chat,
         user(),
-        users_batch=[lambda messages: stuck()],
+        user=lambda messages: stuck(),
         limits=Limits(turn_deadline_s=1.0),
     )
     assert t.stop_reason is StopReason.USER_ERROR

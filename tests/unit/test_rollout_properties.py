@@ -75,7 +75,7 @@ def _random_rollout(chat, scripted, seed):
         chat,
         user("x" * rng.randrange(60)),
         [add, shout],
-        users_batch=[rng.choice([None, next_message])],
+        user=rng.choice([None, next_message]),
         limits=limits,
         thinking_ratio=0.5,
         seed=seed,

@@ -29,7 +29,7 @@ def saying(*messages):
 
 
 def roll(chat, engine, next_message, **options):
-    return rollout_single(engine, chat, user(), [add], users_batch=[next_message], **options)
+    return rollout_single(engine, chat, user(), [add], user=next_message, **options)
 
 
 def test_the_user_goes_on_after_an_answer(chat, scripted):
