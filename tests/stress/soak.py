@@ -39,7 +39,7 @@ from tiny_tasks import SMALL_KINDS, calculator, get_price, make_tasks
 from agent_vllm import ChatFormat, Limits, RolloutEngine, StopReason, Trajectory, rollout_batch
 from agent_vllm.engines.base import GenerationRequest
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.tools import Tool, as_tool
+from agent_vllm.tools import Tool, as_tool, shared_loop
 from agent_vllm.types import ToolResult
 from benchmarks.work import load_model
 from stress.faults import FaultyEngine
@@ -188,7 +188,7 @@ def is_unexplained(result: ToolResult) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Count what this process holds of the machine."""
+    """Count what this process holds of the machine, beside the pool of the shared event loop."""
 
     threads: int
     processes: int
@@ -197,13 +197,14 @@ class Held:
 
     @classmethod
     def now(cls) -> "Held":
+        shared_loop()  # lives as long as the program, with a bounded pool of idle threads
         give_back()
         gc.collect()
         lists = Path("/proc/self/task").glob("*/children")  # each thread has its own
         children = [child for path in lists for child in path.read_text().split()]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
-            threads=threading.active_count(),
+            threads=sum(not t.name.startswith("asyncio_") for t in threading.enumerate()),
             processes=len(children),
             files=len(os.listdir("/proc/self/fd")),
             memory_mb=pages * os.sysconf("SC_PAGE_SIZE") >> 20,
