@@ -41,20 +41,7 @@ class EngineStats:
         )
 
 
-class _Closing:
-    """Free what is held by `close`, or at the end of a `with` block."""
-
-    def close(self) -> None:
-        """Free what the engine holds. Closing twice, or closing a dead engine, is fine."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RolloutEngine(_Closing, ABC):
+class RolloutEngine(ABC):
     """Sample sequences with one policy whose weights can be replaced.
 
     Subclasses implement `_sample` and `_load_weights`; the checks live here.
@@ -123,6 +110,15 @@ class RolloutEngine(_Closing, ABC):
             EngineError: this engine can't.
         """
         raise EngineError(f"A {type(self).__name__} can't sleep.")
+
+    def close(self) -> None:  # noqa: B027 - there may be nothing to free
+        """Free what the engine holds. Closing twice, or closing a dead engine, is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     async def generate(
         self,
@@ -198,7 +194,7 @@ class RolloutEngine(_Closing, ABC):
         shared_ids = [self._shared_ids[token] for token in completion.token_ids]
         return replace(completion, token_ids=shared_ids)
 
-    def forget(self, affinity: str) -> None:
+    def forget(self, affinity: str) -> None:  # noqa: B027 - most engines keep nothing
         """Drop what is kept for this trajectory; it has ended."""
 
     def next_seed(self) -> int:
