@@ -48,7 +48,7 @@ class RunWarning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFacts:
-    """What the checks need to know of one rollout; those of several processes can be joined."""
+    """Hold what the checks need of one rollout; those of several processes can be joined."""
 
     offered: Counter[str]  # trajectories per tool
     calls: Counter[str]  # drafted calls per tool that was offered

@@ -21,7 +21,7 @@ TEXT_ROLE = "prompt"  # of the message that holds a text prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodedChatFormat(ChatFormat):
-    """Reads each turn as its decoded text, without special tokens; nothing in it is a call.
+    """Read each turn as its decoded text, without special tokens; nothing in it is a call.
 
     White space and thinking stay as they were sampled.
     """
@@ -41,7 +41,7 @@ class DecodedChatFormat(ChatFormat):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFormat(DecodedChatFormat):
-    """Writes a prompt as its text alone; needs no chat template. Build it with `TextFormat.of`."""
+    """Write a prompt as its text alone; needs no chat template. Build it with `TextFormat.of`."""
 
     @classmethod
     def of(

@@ -276,10 +276,11 @@ def _refuse_if_none_is_written(prompts: Sequence[Any]) -> None:
 
 
 def _formats(chat: ChatFormat, thinking_ratio: float | None) -> dict[bool | None, ChatFormat]:
-    """Return the format by thinking; None where the switch is left alone."""
+    """Return the formats that can be drawn, by thinking; None where the switch is left alone."""
     if thinking_ratio is None:
         return {None: chat}
-    return {thinking: chat.with_thinking(thinking) for thinking in (True, False)}
+    shares = {True: thinking_ratio, False: 1 - thinking_ratio}
+    return {thinking: chat.with_thinking(thinking) for thinking, share in shares.items() if share}
 
 
 def _tasks(

@@ -29,7 +29,7 @@ _UNIONS = (Union, types.UnionType)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """What hints and docstring say.
+    """Hold what hints and docstring say.
 
     Attributes:
         schema: as `transformers.utils.get_json_schema` gives it.
