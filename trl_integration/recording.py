@@ -17,7 +17,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.record import Redact, RolloutRecorder
+from agent_vllm.tools import tool_name
 from agent_vllm.types import Trajectory
+from trl_integration.training_rollout import TrainingRollout
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +44,39 @@ class RecordedRollout:
     started: float
     temperature: float
     max_model_len: int
+
+    @classmethod
+    def of(
+        cls,
+        rollout: TrainingRollout,
+        *,
+        reward_names: Sequence[str],
+        advantages: Sequence[float],
+        rank: int,
+        num_generations: int,
+        num_processes: int,
+        temperature: float,
+        max_model_len: int,
+    ) -> "RecordedRollout":
+        """Return what is recorded of a rollout whose advantages are known."""
+        is_training = rollout.mode == "train"
+        return cls(
+            trajectories=rollout.trajectories,
+            rows=[{k: v for k, v in row.items() if k != "prompt"} for row in rollout.rows],
+            tools=[[tool_name(tool) for tool in tools] for tools in rollout.tools],
+            rewards=[dict(zip(reward_names, row, strict=True)) for row in rollout.rewards.tolist()],
+            advantages=advantages,
+            trained=[is_training and is_trained for is_trained in rollout.is_trained],
+            mode=rollout.mode,
+            step=rollout.step,
+            rank=rank,
+            num_generations=num_generations,
+            num_processes=num_processes,
+            seed=rollout.seed,
+            started=rollout.started,
+            temperature=temperature,
+            max_model_len=max_model_len,
+        )
 
 
 class TrainingRecord:

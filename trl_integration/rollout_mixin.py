@@ -7,20 +7,19 @@ code each of these happens. Invariant: every rollout is sampled with the learner
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 
-from agent_vllm.chat import ChatFormat, DecodedChatFormat, TextFormat
+from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.environments import Factory
 from agent_vllm.environments.user import user_suffix_ids
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
-from agent_vllm.tools import tool_name
-from agent_vllm.types import Messages, Trajectory
+from agent_vllm.types import Trajectory
 from trl_integration.checks import (
     check_batch_can_be_filled,
     check_datasets,
@@ -35,17 +34,13 @@ from trl_integration.environments import Row, RowEnvironments, RowTools, ToolFun
 from trl_integration.fields import token_ledger
 from trl_integration.metrics import ledger_metrics, rollout_metrics
 from trl_integration.processes import gather
+from trl_integration.prompts import conversations, own_format
 from trl_integration.recording import RecordedRollout, TrainingRecord
 from trl_integration.rewards import isolated_rewards, reward_columns
 from trl_integration.training_rollout import RolloutSeeds, TrainingRollout
 
 ToolsArgument = ToolFunctions | Callable[[Row], ToolFunctions] | None
 Inputs = list[dict[str, Any]]
-
-
-def has_text_prompts(prompts: Sequence[Any]) -> bool:
-    """Return whether a batch's prompts are text, which TRL tells by the first one."""
-    return isinstance(prompts[0], str)
 
 
 class RolloutMixin(EngineMixin):
@@ -114,7 +109,14 @@ class RolloutMixin(EngineMixin):
         self.environment_factories = None  # TRL's handling lets one environment end all of them
         # TRL judges truncation by the last token; here the stop reason does, in `TrainingRollout`.
         self.mask_truncated_completions = False
-        self.chat_format = chat_format or self._own_format()
+        self.chat_format = chat_format or own_format(
+            self._tokenizer,
+            self.eos_token_ids,
+            is_one_answer=self._is_one_answer,
+            needs_tools=self._offers_tools,
+            template_kwargs=self.chat_template_kwargs,
+            escape_tool_results=self.args.escape_tool_results,
+        )
         if self._environments.have_users:
             user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         self._start_engine(engine)
@@ -134,23 +136,6 @@ class RolloutMixin(EngineMixin):
     def _is_one_answer(self) -> bool:
         """Whether nothing but one completion of the model follows any prompt."""
         return not self._offers_tools and not self._environments.have_users
-
-    def _own_format(self) -> ChatFormat:
-        tokenizer = self._tokenizer
-        if self._is_one_answer and tokenizer.chat_template is None:
-            return TextFormat.of(tokenizer, self.eos_token_ids)
-        is_read_by_template = any(
-            getattr(tokenizer, name, None) is not None
-            for name in ("response_template", "response_schema")
-        )
-        is_decoded = self._is_one_answer and not is_read_by_template  # as in TRL
-        return (DecodedChatFormat if is_decoded else ChatFormat).from_tokenizer(
-            tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            template_kwargs=self.chat_template_kwargs,
-            needs_tools=self._offers_tools,
-            escape_tool_results=self.args.escape_tool_results,
-        )
 
     def close(self) -> None:
         """Close the engine that this trainer built, the environments and the record."""
@@ -239,14 +224,14 @@ class RolloutMixin(EngineMixin):
         status = RolloutStatus()
         rollout.started = time.time()
         stats_before = self.rollout_engine.stats()
-        chat, conversations = self._conversations(prompts)
+        chat, messages = conversations(prompts, self.chat_format, self.eos_token_ids)
         is_shown = self.args.rollout_progress and self.accelerator.is_main_process
         title = f"{rollout.mode} rollout at step {rollout.step}"
         with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
             trajectories = rollout_batch(
                 self.rollout_engine,
                 chat,
-                conversations,
+                messages,
                 rollout.tools,
                 users_batch=[self._environments.user(index) for index in rows],
                 failed_batch=self._environments.errors,
@@ -265,13 +250,6 @@ class RolloutMixin(EngineMixin):
         stats = self.rollout_engine.stats()
         rollout.engine_stats = stats and stats_before and stats.since(stats_before)
         return trajectories
-
-    def _conversations(self, prompts: list[Any]) -> tuple[ChatFormat, list[Messages]]:
-        """Return the batch's prompts as messages, and the format that writes them."""
-        if not has_text_prompts(prompts):
-            return self.chat_format, prompts
-        text_format = TextFormat.of(self._tokenizer, self.eos_token_ids)
-        return text_format, [TextFormat.messages(prompt) for prompt in prompts]
 
     def _give_up_rollout(self) -> None:
         """Record a lost rollout, give its seed to the next try, and raise `RolloutLost`."""
@@ -324,24 +302,14 @@ class RolloutMixin(EngineMixin):
         """
         if self._record is None:
             return {}
-        rollout, is_training = self.rollout, self.rollout.mode == "train"
-        recorded = RecordedRollout(
-            trajectories=rollout.trajectories,
-            rows=[{k: v for k, v in row.items() if k != "prompt"} for row in rollout.rows],
-            tools=[[tool_name(tool) for tool in tools] for tools in rollout.tools],
-            rewards=[
-                dict(zip(self.reward_func_names, row, strict=True))
-                for row in rollout.rewards.tolist()
-            ],
+        is_training = self.rollout.mode == "train"
+        recorded = RecordedRollout.of(
+            self.rollout,
+            reward_names=self.reward_func_names,
             advantages=advantages.tolist(),
-            trained=[is_training and is_trained for is_trained in rollout.is_trained],
-            mode=rollout.mode,
-            step=rollout.step,
             rank=self.accelerator.process_index,
             num_generations=self.num_generations if is_training else self.num_generations_eval,
             num_processes=self.accelerator.num_processes,
-            seed=rollout.seed,
-            started=rollout.started,
             temperature=self.temperature,
             max_model_len=self.rollout_engine.max_model_len,
         )

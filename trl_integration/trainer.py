@@ -28,7 +28,8 @@ from trl_integration.fields import Exclusion, to_trl
 from trl_integration.logprob_gap import Gap, GapMeter, max_mean_gap
 from trl_integration.metrics import correction_metrics
 from trl_integration.processes import gather_flags
-from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument, has_text_prompts
+from trl_integration.prompts import has_text_prompts
+from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument
 from trl_integration.run_checks import OnWarning, RunChecks, gap_warning
 
 
