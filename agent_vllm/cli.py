@@ -27,7 +27,10 @@ COMMANDS: dict[str, Command] = {
         module="agent_vllm.inspect.doctor",
         help="check a model, its chat template and its engines before training",
     ),
-    "export": Command(module="agent_vllm.record.export", help="write recorded rollouts as Parquet"),
+    "export": Command(
+        module="agent_vllm.record.export",
+        help="write recorded rollouts as Parquet, or as rows for supervised fine-tuning",
+    ),
     "replay": Command(
         module="trl_integration.replay_command",
         help="rewards, tensors and loss of recorded rollouts, without an engine",

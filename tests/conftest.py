@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import importlib.util
+import signal
 
 import pytest
 import trainers
@@ -21,6 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_vllm.chat import ChatFormat
 from agent_vllm.testing import ScriptedRolloutEngine
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Groups that take longest; they start first, so that no worker waits for another in the end.
 LONGEST = ("vllm", "test_server_engine.py", "test_ranks.py", "browser", "test_trainer.py")

@@ -6,6 +6,7 @@ server's tools, `results` encodes what comes back as text. Knows nothing of chat
 engines.
 """
 
+from agent_vllm.tools.files import tools_in_file
 from agent_vllm.tools.isolation import isolated
 from agent_vllm.tools.mcp import McpTools
 from agent_vllm.tools.results import (
@@ -37,4 +38,5 @@ __all__ = [
     "shared_loop",
     "tool_name",
     "tools_by_name",
+    "tools_in_file",
 ]

@@ -453,24 +453,7 @@ def test_what_a_hook_breaks_is_named_before_it_is_written(path):
     assert path.read_text() == ""
 
 
-# ---- Parquet ----
-
-
-def test_parquet_holds_the_same_records(path, chat, scripted, capsys):
-    t = rollout_single(scripted([ADD, "汉"]), chat, user("\ud83d"), [add])
-    options = {"tokenizer": chat.tokenizer, "row": {"mixed": [1, "a", None]}}
-    record(path, t, step=1, rewards={"a": None, "b": math.inf}, **options)
-    lines = record(path, trajectory([1]), learner_logprobs=[], **options)
-    output = path.with_suffix(".parquet")
-    assert main(["export", str(path), str(output)]) == 0
-    assert f"wrote 2 trajectories to {output}" in capsys.readouterr().out
-    assert list(read_rollouts(output)) == lines
-    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, output.name]
-
-
-def test_an_export_goes_to_parquet_only(path):
-    with pytest.raises(SystemExit, match=r"must end in .parquet, got out.csv"):
-        main(["export", str(path), "out.csv"])
+# ---- the command line ----
 
 
 def test_a_command_says_what_is_wrong_with_a_file(path, tmp_path):

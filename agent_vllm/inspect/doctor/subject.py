@@ -4,8 +4,6 @@ Invariant: the tools are never run; stand-ins return a fixed result.
 """
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent_vllm.chat import ChatFormat, ResponseParser, num_common
 from agent_vllm.rollout import rollout_single
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.tools import Tool, tools_by_name
+from agent_vllm.tools import Tool, tools_by_name, tools_in_file
 from agent_vllm.types import Messages, ToolCall, Trajectory
 
 Tools = Sequence[Tool | Callable[..., Any]]
@@ -86,31 +84,11 @@ def load_tools(source: Tools | str | Path) -> list[Tool]:
         Exception: whatever the file raises when it is imported.
     """
     if isinstance(source, str | Path):
-        source = _public_tools(Path(source))
+        source = tools_in_file(Path(source))
     tools = list(tools_by_name(source).values())
     if not tools:
         raise ValueError("There must be at least one tool, got none.")
     return tools
-
-
-def _public_tools(path: Path) -> list[Tool | Callable[..., Any]]:
-    spec = importlib.util.spec_from_file_location(f"tools_in_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"`--tools` must be a Python file (.py), got {str(path)!r}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except SystemExit as error:
-        raise ValueError(f"{path} ends the process when it is imported (exit {error}).") from error
-    return [
-        value
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (isinstance(value, Tool) or getattr(value, "__module__", None) == spec.name)
-        and not isinstance(value, type)
-        and callable(getattr(value, "function", value))
-    ]
 
 
 def example_call(tool: Tool) -> ToolCall:
