@@ -29,7 +29,7 @@ from agent_vllm.engines.learner import (
 )
 from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.request import GenerationRequest
-from agent_vllm.engines.vllm.options import VLLMOptions
+from agent_vllm.engines.vllm.options import VLLMOptions, check_engine_args
 from agent_vllm.engines.vllm.stepper import VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
@@ -60,11 +60,12 @@ class VLLMRolloutEngine(RolloutEngine):
         seed: for requests without a seed.
         hang_s: seconds without progress after which the engine counts as dead; None disables it.
             Compiling on first use and a weight sync must fit in. Building is not watched.
-        engine_args: further arguments of `vllm.EngineArgs`, by its own names.
+        engine_args: further arguments of `vllm.EngineArgs`, by its own names. Those that can't be
+            obeyed, such as parallel sizes, are refused.
 
     Raises:
         EngineUnavailableError: vLLM is not installed.
-        ValueError: the learner's head is float32 and the engine's would not be.
+        ValueError: an argument can't be obeyed; or the learner's head is finer than the engine's.
         UnsupportedModelError: vLLM has no implementation of the architecture.
     """
 
@@ -89,6 +90,7 @@ class VLLMRolloutEngine(RolloutEngine):
             raise ValueError(
                 f"`adapter_sync` must be one of {get_args(AdapterSync)}, got {adapter_sync!r}."
             )
+        check_engine_args(engine_args or {}, is_checkpoint=isinstance(model, str | Path))
         if sleep_mode:
             check_sleep_mode()
         source = model_source(model, tokenizer)
