@@ -47,7 +47,8 @@ class VLLMRolloutEngine(RolloutEngine):
     Args:
         model: a causal language model, or a path or id to load one from.
         tokenizer: its tokenizer; default is the one at the path.
-        dtype: of the engine's weights, or its name; default is the model's.
+        dtype: of the engine's weights, or its name; default is the model's. A learner's matrices
+            are rounded to it when they are loaded.
         max_model_len: prompt and completion together; default is the model's own context.
         max_num_seqs: sequences sampled at once; others queue.
         gpu_memory_utilization: share of the GPU that vLLM may take; the learner needs the rest.
@@ -141,7 +142,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        weights = LearnerWeights(model)
+        weights = LearnerWeights(model, dtype=self._dtype)
         adapter_only = self._sends_adapter_only(weights)
         has_base = self._base is not None and self._base() is weights.model
         if adapter_only and (has_base or weights.is_quantised):
@@ -201,13 +202,17 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, Any]) -> None:
-    """Refuse a float32 head that the engine would round."""
+    """Refuse a head that is finer than the rest of the learner and that the engine would round.
+
+    A learner in float32 throughout may well have a coarser engine: that is mixed precision.
+    """
     is_set = "head_dtype" in (engine_args.get("hf_overrides") or {})
-    if source.head_dtype == torch.float32 != dtype and not is_set:
+    is_finer = source.head_dtype == torch.float32 != source.dtype
+    if is_finer and dtype != torch.float32 and not is_set:
         raise ValueError(
-            f"The learner's head is float32 and the engine would be {dtype}: their logprobs would "
-            "differ. Keep both the same: leave the head as it is (`cast_lm_head_to_fp32=False`), "
-            "or give the engine `dtype=torch.float32`, or on a GPU "
+            f"The learner's head is float32, the rest {source.dtype}, and the engine would be "
+            f"{dtype}: their logprobs would differ. Keep both the same: leave the head as it is "
+            "(`cast_lm_head_to_fp32=False`), or give the engine `dtype=torch.float32`, or on a GPU "
             '`engine_args={"hf_overrides": {"head_dtype": "float32"}}`, which computes in float32 '
             "with a rounded head."
         )
