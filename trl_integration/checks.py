@@ -3,7 +3,6 @@
 Invariant: what is not supported raises with a reason and a remedy; nothing is silently ignored.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
@@ -12,24 +11,11 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from agent_vllm.engines import ENGINE_NAMES, RolloutEngine
-from agent_vllm.engines.vllm import check_sleep_mode
+from agent_vllm.engines.vllm import check_engine_args, check_sleep_mode
 from trl_integration.config import AgentGRPOConfig
+from trl_integration.settings_table import check_settings, settings_without_effect
 
 _CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-# Settings of the vLLM that TRL starts, and what takes their place.
-_OTHER_VLLM_SETTINGS = {
-    "vllm_mode": 'Choose with rollout_engine="vllm" or "vllm-server".',
-    "vllm_model_impl": "Pass rollout_engine_kwargs={'engine_args': {'model_impl': ...}}, or start the server with it.",
-    "vllm_structured_outputs_regex": "The learner can't reproduce the distribution that it samples from. Leave it out.",
-    "vllm_server_base_url": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
-    "vllm_server_host": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
-    "vllm_server_port": "Pass rollout_engine_kwargs={'base_urls': [...]}.",
-    "vllm_server_timeout": "Start the servers before the trainer. Leave it out.",
-    "vllm_group_port": "The engine finds a free port. Leave it out.",
-    "vllm_tensor_parallel_size": 'Start servers with `--tensor-parallel-size` and use rollout_engine="vllm-server".',
-}
-
 
 # Methods of TRL's trainers that are never called here, and what takes their place.
 _NEVER_CALLED = {
@@ -68,48 +54,13 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             "`rollout_func` is refused: the rollout engine makes the rollouts. Write a tool, an "
             "environment (docs/environments.md) or an engine (docs/engines.md)."
         )
+    check_settings(args, rollout_engine)
+    if rollout_engine == "vllm":
+        further = cast(dict[str, Any], args.rollout_engine_kwargs or {}).get("engine_args")
+        check_engine_args(further or {}, is_checkpoint=False)
     if args.vllm_enable_sleep_mode:
-        if rollout_engine != "vllm":
-            raise ValueError(
-                "`vllm_enable_sleep_mode=True` is for the vLLM engine that the trainer builds, got "
-                f'rollout_engine={rollout_engine!r}. Leave it out, or use rollout_engine="vllm".'
-            )
         check_sleep_mode()
-    if args.use_vllm:
-        raise ValueError(
-            "`use_vllm=True` starts TRL's own vLLM. Leave it out and pass "
-            'rollout_engine="vllm" to the trainer.'
-        )
-    if args.repetition_penalty != 1.0:
-        raise ValueError(
-            f"`repetition_penalty` must be 1.0, got {args.repetition_penalty}. The learner can't "
-            "reproduce the distribution that it samples from: leave it out."
-        )
-    _check_vllm_settings(args)
     _check_correction(args)
-
-
-def _changed(args: AgentGRPOConfig) -> dict[str, Any]:
-    """Return the settings that are not at their defaults."""
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    return {name: value for name, value in values.items() if value != defaults[name]}
-
-
-def _check_vllm_settings(args: AgentGRPOConfig) -> None:
-    for name, value in _changed(args).items():
-        if name in _OTHER_VLLM_SETTINGS:
-            raise ValueError(
-                f"`{name}` is a setting of the vLLM that TRL starts and must be left out, got "
-                f"{value!r}. {_OTHER_VLLM_SETTINGS[name]}"
-            )
-
-
-def _unused_correction_settings(args: AgentGRPOConfig) -> list[str]:
-    if args.old_logprobs == "recomputed":
-        return []
-    changed = _changed(args).keys() - {"vllm_importance_sampling_correction"}
-    return sorted(name for name in changed if name.startswith("vllm_importance_sampling_"))
 
 
 def _check_correction(args: AgentGRPOConfig) -> None:
@@ -233,12 +184,15 @@ def check_setup(trainer: Any) -> None:
             "FSDP1 is not supported: it holds a layer's weights as one flat tensor, which can't be "
             "gathered one by one. Set `fsdp_version: 2` in accelerate's config."
         )
-    unused = _unused_correction_settings(trainer.args)
-    if unused:
-        trainer.accelerator.print(
-            f'Warning: {unused} have no effect with old_logprobs="sampler", which needs no '
-            'correction. Set old_logprobs="recomputed" to use them.'
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.tp_enabled:
+        raise ValueError(
+            f"`tp_size` of the learner must be 1, got {parallelism.tp_size}. Ranks that share a model "
+            "must train the same rows, and each rank's engine samples its own. Shard the learner by "
+            "FSDP2 or ZeRO-3."
         )
+    for sentence in settings_without_effect(trainer.args):
+        trainer.accelerator.print(f"Warning: {sentence}")
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
     if not is_neutral:
         trainer.accelerator.print(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
@@ -19,6 +20,7 @@ from agent_vllm.types import StopReason, Trajectory
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.processes import gather_flags
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_REBUILDS_IN_A_ROW = 3  # in a row: no rollout in between left all engines alive
 
 
@@ -246,11 +248,21 @@ class EngineLife:
             )
         raise EngineDeadError(f"The rollout engine is dead: {told.strip()}") from self._sync_error
 
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of the learner's matrix products on a GPU, if it is not that of its weights.
+
+        On a CPU an engine keeps the dtype of the weights, so that its logprobs can be compared exactly.
+        """
+        is_gpu = self._accelerator.device.type == "cuda"
+        return _AUTOCAST.get(self._accelerator.mixed_precision) if is_gpu else None
+
     def _build(self, name: str) -> RolloutEngine:
         options: dict[str, Any] = {"seed": self._args.seed + self._accelerator.process_index}
         if self._args.vllm_max_model_length is not None:
             options["max_model_len"] = self._args.vllm_max_model_length
         if name == "vllm":
+            options["dtype"] = self._autocast_dtype
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
             options["sleep_mode"] = self._args.vllm_enable_sleep_mode
         # `TrainingArguments` has parsed a string

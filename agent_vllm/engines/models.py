@@ -8,6 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+_ENGINE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def context_length(config: Any) -> int:
     """Return how many tokens the model's positions allow.
@@ -41,16 +43,15 @@ def has_recurrent_layers(config: Any) -> bool:
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of that name, such as "bfloat16"; a dtype stays as it is.
+    """Return the dtype of an engine's weights by its name, such as "bfloat16"; a dtype stays.
 
     Raises:
-        ValueError: torch has no dtype of that name.
+        ValueError: no engine computes in it.
     """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f'`dtype` must be a dtype or its name, such as "bfloat16", got {dtype!r}.')
+    names = {str(known).removeprefix("torch."): known for known in _ENGINE_DTYPES}
+    found = names.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"`dtype` must be one of {list(names)}, got {dtype!r}.")
     return found
 
 

@@ -31,11 +31,11 @@ from agent_vllm.engines.driver import HANG_S, StepDriver
 from agent_vllm.engines.learner import (
     LearnerWeights,
     check_shapes,
+    gap_bound,
     gap_to,
     model_source,
     own_config,
     plain_class,
-    tolerance_of,
 )
 from agent_vllm.engines.models import context_length, evaluating, is_recurrent
 from agent_vllm.engines.request import GenerationRequest, ends_on_string
@@ -159,10 +159,10 @@ def _check_recurrent(
             f"The torch engine can't run {name}, which has recurrent layers: "
             f"{type(error).__name__}: {error}. {remedy}"
         ) from error
-    if not gap <= tolerance_of(model.dtype):
+    if not gap_bound(model.dtype, device=model.device).holds(gap):
         raise UnsupportedModelError(
             f"The torch engine can't run {name} in batches: its recurrent layers read padding, and "
-            f"logprobs are up to {gap:.2g} away from those of each row by itself. {remedy}"
+            f"logprobs are away from those of each row by itself by {gap}. {remedy}"
         )
 
 

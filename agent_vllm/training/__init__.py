@@ -2,6 +2,7 @@
 
 from agent_vllm.training.collate import TrainingBatch, collate, pad_rows
 from agent_vllm.training.logprobs import (
+    GapBound,
     LogprobGap,
     gather_logprobs,
     logprob_gap,
@@ -11,6 +12,7 @@ from agent_vllm.training.logprobs import (
 )
 
 __all__ = [
+    "GapBound",
     "LogprobGap",
     "TrainingBatch",
     "collate",

@@ -75,6 +75,24 @@ class LogprobGap:
     max: float
     kl: float
 
+    def __str__(self) -> str:
+        return f"{self.max:.2g} nats at the worst token, {self.mean:.2g} in the mean"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GapBound:
+    """Bound a `LogprobGap`, in nats: its mean, and its worst token."""
+
+    mean: float
+    worst: float
+
+    def holds(self, gap: LogprobGap) -> bool:
+        """Return whether the gap is within the bound; NaN is not."""
+        return gap.mean <= self.mean and gap.max <= self.worst
+
+    def __str__(self) -> str:
+        return f"at most {self.worst:g} and {self.mean:g}"
+
 
 def logprob_gap(engine: torch.Tensor, learner: torch.Tensor, mask: torch.Tensor) -> LogprobGap:
     """Compare logprobs of the same tokens. All three `[B, T]`; only where `mask` is 1."""

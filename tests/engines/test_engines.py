@@ -629,6 +629,8 @@ def test_vllm_starts_where_stdout_has_no_file_descriptor_and_takes_a_dtype_by_na
     assert len(completion.token_ids) == 2
 
 
-def test_an_unknown_dtype_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match=r'`dtype` must be .*"bfloat16", got \'float33\''):
-        VLLMRolloutEngine(learner(), tokenizer, dtype="float33", max_model_len=64)
+@pytest.mark.parametrize("dtype", ["float33", "int8", torch.float8_e4m3fn])
+def test_a_dtype_that_no_learner_can_feed_is_refused_by_name(tokenizer, dtype):
+    message = rf"`dtype` must be one of \['float32', 'bfloat16', 'float16'\], got {dtype!r}"
+    with pytest.raises(ValueError, match=message):
+        VLLMRolloutEngine(learner(), tokenizer, dtype=dtype, max_model_len=64)

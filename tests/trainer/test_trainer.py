@@ -569,7 +569,7 @@ def tool_without_docstring(x: int) -> int:
         ({"tools": [tool_without_docstring]}, ToolDefinitionError, "`tool_without_docstring`"),
         ({"tools": [get_price, get_price]}, ToolDefinitionError, "Two tools are named `get_price`"),
         ({"rollout_func": print}, ValueError, "`rollout_func` is refused"),
-        ({"use_vllm": True}, ValueError, "`use_vllm=True` starts TRL's own vLLM"),
+        ({"use_vllm": True}, ValueError, "`use_vllm` must be left at False"),
         ({"repetition_penalty": 1.2}, ValueError, "`repetition_penalty`"),
         ({"num_generations": 3}, ValueError, "must be divisible by num_generations"),
         ({"old_logprobs": "guess"}, ValueError, "`old_logprobs` must be one of"),

@@ -47,7 +47,7 @@ def test_the_same_seed_makes_the_same_adapter(make_trainer, agent_path):
 
 
 def test_sleep_mode_is_refused_where_nothing_could_sleep(make_trainer):
-    with pytest.raises(ValueError, match="is for the vLLM engine that the trainer builds"):
+    with pytest.raises(ValueError, match="is for an engine that the trainer builds"):
         make_trainer("torch", vllm_enable_sleep_mode=True)
 
 

@@ -71,27 +71,6 @@ def test_an_unknown_correction_is_refused_before_the_first_rollout(parts):
         AgentGRPOTrainer(**arguments, args=args, rollout_engine="torch")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("vllm_mode", "server"),
-        ("vllm_model_impl", "transformers"),
-        ("vllm_structured_outputs_regex", "[0-9]{3}"),
-        ("vllm_server_base_url", "http://localhost:8000"),
-        ("vllm_server_host", "localhost"),
-        ("vllm_server_port", 9000),
-        ("vllm_server_timeout", 10.0),
-        ("vllm_group_port", 9001),
-    ],
-)
-def test_a_setting_of_trls_own_vllm_is_refused_with_a_remedy(parts, name, value):
-    arguments, common = parts
-    args = AgentGRPOConfig(**common, **{name: value})
-    message = f"`{name}` .*must be left out, got {re.escape(repr(value))}\\. [A-Z]"
-    with pytest.raises(ValueError, match=message):
-        AgentGRPOTrainer(**arguments, args=args, rollout_engine="torch")
-
-
 CORRECTED = [
     {"old_logprobs": "recomputed", "vllm_importance_sampling_mode": "token_mask"},
     {"old_logprobs": "recomputed", "vllm_importance_sampling_mode": "token_truncate"},
@@ -115,7 +94,7 @@ def test_vespo_trains_where_no_correction_by_sequence_is_in_use(parts, settings,
     finally:
         trainer.close()
     (log,) = (entry for entry in trainer.state.log_history if "loss" in entry)
-    unused = "['vllm_importance_sampling_mode'] have no effect"
+    unused = "`vllm_importance_sampling_mode` has no effect: it needs `old_logprobs="
     is_sequence = settings.get("vllm_importance_sampling_mode") == "sequence_truncate"
     assert (unused in capsys.readouterr().out) == is_sequence
     is_corrected = "sampling/importance_sampling_ratio/mean" in log
@@ -174,7 +153,7 @@ def test_a_repetition_penalty_is_refused(parts, key):
     args = AgentGRPOConfig(
         **common, **(penalty if key == "setting" else {"generation_kwargs": penalty})
     )
-    with pytest.raises(ValueError, match=r"`repetition_penalty` must be 1\.0, got 1\.2"):
+    with pytest.raises(ValueError, match=r"`repetition_penalty` must be left at 1\.0, got 1\.2"):
         AgentGRPOTrainer(**arguments, args=args, rollout_engine="torch")
 
 

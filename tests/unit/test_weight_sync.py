@@ -53,6 +53,19 @@ def test_fsdp1_is_refused_with_what_to_use():
         LearnerWeights(flat).tensors()
 
 
+def test_matrices_are_cast_to_the_engines_dtype_and_the_learner_keeps_its_own():
+    model = learner(tied=False)
+    weights = LearnerWeights(model, dtype=torch.bfloat16)
+    tensors = dict(weights.tensors())
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert dtypes == {name: tensor.dtype for name, tensor in weights.meta.items()}
+    assert dtypes["lm_head.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == torch.float32  # a vector
+    assert weights.num_bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight.bfloat16())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_the_tensors_are_the_learners_own_without_gradients():
     model = learner()
     weight = dict(LearnerWeights(model).tensors())["model.norm.weight"]

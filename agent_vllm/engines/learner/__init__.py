@@ -1,7 +1,7 @@
 """Read a learner: its weights under plain names, and what an engine must know of its model."""
 
 from agent_vllm.engines.learner.peft import plain_model, runs_as_reference
-from agent_vllm.engines.learner.self_check import check_against_learner, gap_to, tolerance_of
+from agent_vllm.engines.learner.self_check import check_against_learner, gap_bound, gap_to
 from agent_vllm.engines.learner.sharding import plain_class
 from agent_vllm.engines.learner.source import (
     ModelSource,
@@ -16,12 +16,12 @@ __all__ = [
     "ModelSource",
     "check_against_learner",
     "check_shapes",
+    "gap_bound",
     "gap_to",
     "model_source",
     "own_config",
     "plain_class",
     "plain_model",
     "runs_as_reference",
-    "tolerance_of",
     "vocabulary_size",
 ]

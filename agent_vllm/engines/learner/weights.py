@@ -40,6 +40,8 @@ class LearnerWeights:
 
     Args:
         model: the learner, with whatever wraps, shards or adapts it.
+        dtype: matrices are handed out in this one, as the engine will hold them; default is their
+            own. Vectors stay as they are: they are small, and engines keep some in float32.
 
     Attributes:
         model: the transformers model inside all wrappers.
@@ -50,8 +52,9 @@ class LearnerWeights:
             or values are asked for, quantised weights.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
         self.model = peft.plain_model(model)
+        self._dtype = dtype
         self.num_bytes_read = 0
 
     # ---- what kind of learner it is ----
@@ -82,7 +85,9 @@ class LearnerWeights:
     @cached_property
     def meta(self) -> dict[str, torch.Tensor]:
         """Map checkpoint name to a meta tensor of the global shape, in the order of `tensors`."""
-        return {name: tensor for unit in self._units for name, tensor in unit.meta.items()}
+        return {
+            name: self._cast(tensor) for unit in self._units for name, tensor in unit.meta.items()
+        }
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -101,7 +106,7 @@ class LearnerWeights:
 
         A tied head comes under both names, because an engine that holds its head apart would
         silently keep the old one. Packed experts come one by one. Tensors that are not sharded,
-        merged or converted share storage with the model.
+        merged, converted or cast share storage with the model.
 
         Args:
             merged: merge the adapters into copies; False yields the base weights.
@@ -138,6 +143,10 @@ class LearnerWeights:
         reshard(self.model)
         return list(_walk(self.model))
 
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = self._dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
+        return tensor.to(self._dtype) if is_cast else tensor
+
     def _counted(self, tensors: TensorsT) -> TensorsT:
         self.num_bytes_read += sum(tensor.nbytes for tensor in tensors.values())
         return tensors
@@ -147,7 +156,8 @@ class LearnerWeights:
         try:
             yield "", torch.empty(0)  # for `_started`
             for unit in remaining:
-                yield from self._counted(unit.read(merged)).items()
+                cast = {name: self._cast(tensor) for name, tensor in unit.read(merged).items()}
+                yield from self._counted(cast).items()
         finally:
             if self.is_sharded:
                 for unit in remaining:

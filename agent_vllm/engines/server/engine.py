@@ -154,7 +154,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
     def _sync(self, model: PreTrainedModel, version: int) -> None:
         """Send the weights from the first learner process; all processes return together."""
         wait_for_all_ranks()  # one of them may still be asking the servers something
-        weights = LearnerWeights(model)
+        weights = LearnerWeights(model, dtype=self.dtype)
         check_shapes(self._source.shapes, weights.shapes)
         label = self._send_or_join(weights, version)
         if not is_first_rank():

@@ -29,7 +29,7 @@ from agent_vllm.engines.learner import (
 )
 from agent_vllm.engines.models import context_length, to_dtype
 from agent_vllm.engines.request import GenerationRequest
-from agent_vllm.engines.vllm.options import VLLMOptions
+from agent_vllm.engines.vllm.options import VLLMOptions, check_engine_args
 from agent_vllm.engines.vllm.stepper import VLLMStepper, check_sleep_mode
 from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.types import Completion
@@ -47,7 +47,8 @@ class VLLMRolloutEngine(RolloutEngine):
     Args:
         model: a causal language model, or a path or id to load one from.
         tokenizer: its tokenizer; default is the one at the path.
-        dtype: of the engine's weights, or its name; default is the model's.
+        dtype: of the engine's weights, or its name; default is the model's. A learner's matrices
+            are rounded to it when they are loaded.
         max_model_len: prompt and completion together; default is the model's own context.
         max_num_seqs: sequences sampled at once; others queue.
         gpu_memory_utilization: share of the GPU that vLLM may take; the learner needs the rest.
@@ -60,11 +61,12 @@ class VLLMRolloutEngine(RolloutEngine):
         seed: for requests without a seed.
         hang_s: seconds without progress after which the engine counts as dead; None disables it.
             Compiling on first use and a weight sync must fit in. Building is not watched.
-        engine_args: further arguments of `vllm.EngineArgs`, by its own names.
+        engine_args: further arguments of `vllm.EngineArgs`, by its own names. Those that can't be
+            obeyed, such as parallel sizes, are refused.
 
     Raises:
         EngineUnavailableError: vLLM is not installed.
-        ValueError: the learner's head is float32 and the engine's would not be.
+        ValueError: an argument can't be obeyed; or the learner's head is finer than the engine's.
         UnsupportedModelError: vLLM has no implementation of the architecture.
     """
 
@@ -89,6 +91,7 @@ class VLLMRolloutEngine(RolloutEngine):
             raise ValueError(
                 f"`adapter_sync` must be one of {get_args(AdapterSync)}, got {adapter_sync!r}."
             )
+        check_engine_args(engine_args or {}, is_checkpoint=isinstance(model, str | Path))
         if sleep_mode:
             check_sleep_mode()
         source = model_source(model, tokenizer)
@@ -139,7 +142,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return await self._driver.submit(request)
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        weights = LearnerWeights(model)
+        weights = LearnerWeights(model, dtype=self._dtype)
         adapter_only = self._sends_adapter_only(weights)
         has_base = self._base is not None and self._base() is weights.model
         if adapter_only and (has_base or weights.is_quantised):
@@ -199,13 +202,17 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _check_head(source: ModelSource, dtype: torch.dtype, engine_args: dict[str, Any]) -> None:
-    """Refuse a float32 head that the engine would round."""
+    """Refuse a head that is finer than the rest of the learner and that the engine would round.
+
+    A learner in float32 throughout may well have a coarser engine: that is mixed precision.
+    """
     is_set = "head_dtype" in (engine_args.get("hf_overrides") or {})
-    if source.head_dtype == torch.float32 != dtype and not is_set:
+    is_finer = source.head_dtype == torch.float32 != source.dtype
+    if is_finer and dtype != torch.float32 and not is_set:
         raise ValueError(
-            f"The learner's head is float32 and the engine would be {dtype}: their logprobs would "
-            "differ. Keep both the same: leave the head as it is (`cast_lm_head_to_fp32=False`), "
-            "or give the engine `dtype=torch.float32`, or on a GPU "
+            f"The learner's head is float32, the rest {source.dtype}, and the engine would be "
+            f"{dtype}: their logprobs would differ. Keep both the same: leave the head as it is "
+            "(`cast_lm_head_to_fp32=False`), or give the engine `dtype=torch.float32`, or on a GPU "
             '`engine_args={"hf_overrides": {"head_dtype": "float32"}}`, which computes in float32 '
             "with a rounded head."
         )

@@ -1,8 +1,10 @@
 """Choose vLLM's arguments for a rollout engine, on a CPU or a GPU.
 
-Owns `VLLMOptions`. Invariant: ids in and ids out, with logprobs of the sampled distribution.
+Owns `VLLMOptions`, and which of vLLM's arguments a user may set beside them. Invariant: ids in and
+ids out, with logprobs of the sampled distribution.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,70 @@ from agent_vllm.engines.vllm.lora import lora_args
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
 _CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about 1 s per GiB
 _CPU_MAX_BATCHED_TOKENS = 8192
+
+# Arguments of `vllm.EngineArgs` with a name of our own.
+_OWN_NAMES = {
+    "dtype": "dtype",
+    "enable_sleep_mode": "sleep_mode",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_memory_bytes",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+}
+_FIXED = (
+    "generation_config", "load_format", "logprobs_mode", "model", "override_generation_config",
+    "runner", "skip_tokenizer_init",
+)  # fmt: skip
+_RANKS = {  # and the value with which this process is alone
+    "data_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "distributed_executor_backend": "uni",
+    "enable_expert_parallel": False,
+    "nnodes": 1,
+    "pipeline_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "tensor_parallel_size": 1,
+}
+_QUANTISED = ("quantization", "quantization_config")
+_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens", "speculative_config")
+
+
+def check_engine_args(further: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+    """Refuse arguments of `vllm.EngineArgs` that an engine in this process can't obey.
+
+    Args:
+        is_checkpoint: the weights stay those of a checkpoint, but for an adapter.
+
+    Raises:
+        ValueError: names the argument, its value and the way that exists.
+    """
+    for name, value in further.items():
+        way = _way_instead(name, value, is_checkpoint)
+        if way is not None:
+            raise ValueError(f"`engine_args` must not have the key {name!r}, got {value!r}. {way}")
+
+
+def _way_instead(name: str, value: Any, is_checkpoint: bool) -> str | None:
+    """Return what to do instead of setting the argument, or None if it is obeyed."""
+    if name in _OWN_NAMES:
+        return f"Pass `{_OWN_NAMES[name]}` to the engine."
+    if name in _FIXED:
+        return "Rollouts need it as it is."
+    if value is None:
+        return None
+    if (name in _RANKS or name.startswith("data_parallel_")) and value != _RANKS.get(name):
+        return (
+            "An engine in this process runs on one GPU. Start servers with vLLM's argument of that "
+            'name and use `rollout_engine="vllm-server"`.'
+        )
+    if name in _QUANTISED and not is_checkpoint:
+        return (
+            "A learner's weights can't be loaded into a quantised engine. Build the engine "
+            "unquantised, or from a quantised checkpoint's path with a LoRA learner."
+        )
+    if name in _SPECULATIVE:
+        return "The logprobs of drafted tokens were seen to be wrong. Leave it out."
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,20 +21,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_vllm.chat import SampledTurn, num_common
 from agent_vllm.engines import RolloutEngine, create_rollout_engine
-from agent_vllm.engines.learner import vocabulary_size
+from agent_vllm.engines.learner import gap_bound, vocabulary_size
 from agent_vllm.engines.models import context_length, evaluating, pad_token_id
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState
 from agent_vllm.inspect.doctor.template_checks import TEMPLATE
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.settings import Limits
-from agent_vllm.training import LogprobGap, TrainingBatch, collate, logprob_gap, predicted_logprobs
+from agent_vllm.training import (
+    GapBound,
+    LogprobGap,
+    TrainingBatch,
+    collate,
+    logprob_gap,
+    predicted_logprobs,
+)
 from agent_vllm.types import ParsedTurn, Trajectory
 
 NUM_GENERATIONS = 4
 TEMPERATURE = 0.8  # not 1: logprobs of another distribution than the one sampled from would show
-TOLERANCE = {torch.float32: 1e-4}  # nats, at the worst token
-TOLERANCE_HALF = 1.0  # coarse: one of 200 tokens was seen 0.6 away
 _LIMITS = Limits(max_turns=3, max_new_tokens=32)
 _TURN_ENDS = (".", ",", "?", "!", ":", "\n")
 _CONTEXT = 4096  # tokens at most that engines make room for
@@ -45,17 +50,12 @@ _SURE = 1e-3  # chance of equal samples below which they are no accident
 
 @dataclass(kw_only=True)
 class LearnerState:
-    """The model under examination, and the tolerance for its logprobs."""
+    """The model under examination; `given_tolerance` bounds its logprobs at every token."""
 
     subject: SubjectState
     dtype: torch.dtype
     given_tolerance: float | None
     model: PreTrainedModel = field(init=False)
-
-    @property
-    def tolerance(self) -> float:
-        usual = TOLERANCE.get(self.model.dtype, TOLERANCE_HALF)
-        return usual if self.given_tolerance is None else self.given_tolerance
 
 
 @dataclass(kw_only=True)
@@ -71,6 +71,13 @@ class EngineState:
     @property
     def model(self) -> PreTrainedModel:
         return self.learner.model
+
+    @property
+    def bound(self) -> GapBound:
+        """The gap that passes."""
+        usual = gap_bound(self.model.dtype, self.engine.dtype, device=self.model.device)
+        worst = self.learner.given_tolerance
+        return usual if worst is None else GapBound(mean=worst, worst=worst)
 
     def build(self, name: str, model: PreTrainedModel) -> RolloutEngine:
         options = {"max_model_len": min(context_length(model.config), _CONTEXT)}
@@ -247,14 +254,14 @@ def _around(state: EngineState, trajectory: Trajectory, spot: int) -> str:
 
 def find_logprobs(state: EngineState) -> Finding:
     """Check that the engine's logprobs are the learner's, also in turns after a tool result."""
-    gap, tolerance = state.gap(state.model, state.trajectories), state.learner.tolerance
+    gap = state.gap(state.model, state.trajectories)
     num_several = sum(t.num_turns > 1 for t in state.trajectories)
     evidence = (
-        f"At most {gap.max:.1e} apart (mean {gap.mean:.1e}; {tolerance:g} is allowed in "
-        f"{state.model.dtype}) at temperature {TEMPERATURE}; {num_several} of "
-        f"{len(state.trajectories)} trajectories have several turns."
+        f"Apart by {gap} ({state.bound} are allowed in {state.model.dtype}) at temperature "
+        f"{TEMPERATURE}; {num_several} of {len(state.trajectories)} trajectories have several "
+        "turns."
     )
-    if not gap.max <= tolerance:
+    if not state.bound.holds(gap):
         return Finding(
             status="fail",
             evidence=evidence,
@@ -324,7 +331,7 @@ def find_weights(state: EngineState) -> Finding:
             trajectories = state.sample()
             after = state.gap(learner, trajectories)
             seen.append(f"{part}: {before.max:.2g} away before the sync, {after.max:.1e} after it")
-            is_stale |= not (after.max <= state.learner.tolerance and 2 * after.mean < before.mean)
+            is_stale |= not (state.bound.holds(after) and 2 * after.mean < before.mean)
     finally:
         state.engine.update_policy(state.model)
     return Finding(
@@ -355,8 +362,7 @@ def find_half_precision(state: EngineState) -> Finding:
         gap = state.gap(half, state.sample(engine))
     return Finding(
         status="note",
-        evidence=f"In bfloat16 engine and learner are at most {gap.max:.1e} apart, "
-        f"{gap.mean:.1e} in the mean.",
+        evidence=f"In bfloat16 engine and learner are apart by {gap}.",
         remedy="For ratios that are 1 before a step train in float32; in bfloat16 take the "
         "engine's logprobs as the old ones or correct for them.",
     )
