@@ -340,12 +340,15 @@ def test_rollouts_leave_nothing_in_memory(make_trainer, agent):
 
     tracemalloc.start()
     try:
-        warm_bytes, warm_objects = roll_out(10)
-        num_bytes, num_objects = roll_out(50)
+        seen = [roll_out(10), roll_out(25), roll_out(25)]
     finally:
         tracemalloc.stop()
-    assert num_bytes - warm_bytes < 200 * 400  # of 200 trajectories, each has 800 bytes of ids
-    assert num_objects - warm_objects < 200 * 10  # and more than 50 objects
+    # what is kept grows each time; a cache that happens to fill grows once
+    grown_bytes, grown_objects = (
+        min(second - first, third - second) for first, second, third in zip(*seen, strict=True)
+    )
+    assert grown_bytes < 100 * 400  # of 100 trajectories, each has 800 bytes of ids
+    assert grown_objects < 100 * 10  # and more than 50 objects
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
