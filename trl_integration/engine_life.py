@@ -67,26 +67,18 @@ class EngineLife:
         self._sync_error: Exception | None = None  # of the latest sync, if it failed
         self._num_rebuilds_in_a_row = 0
         self.num_rebuilds = 0
-        self._is_asleep = False
         self.sync_seconds = 0.0
         self.engine = self._build(engine) if isinstance(engine, str) else engine
+        self._let_sleep()  # while the learner first allocates
 
     def sync(self) -> dict[str, float]:
         """
-        Sync the learner's current weights to the engine; return metrics.
-
-        A sleeping engine stays asleep and gets them when it is needed: they would take memory that the learner uses.
+        Sync the learner's current weights to the engine; return metrics. A sleeping engine wakes up.
 
         Raises:
             EngineDeadError: the engine is dead.
             LearnerDivergedError: the weights are not finite.
         """
-        if self._is_asleep:
-            self.engine.advance_policy_version()
-            return {}
-        return self._load()
-
-    def _load(self) -> dict[str, float]:
         self._is_current = False
         self._check_learner()
         start_s = time.perf_counter()
@@ -98,7 +90,7 @@ class EngineLife:
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
     def _note_current(self) -> None:
-        self._is_current, self._is_asleep, self._was_synced = True, False, True
+        self._is_current = self._was_synced = True
         self._sync_error = None
 
     def _try_to_load(self) -> dict[str, float]:
@@ -109,7 +101,7 @@ class EngineLife:
             Exception: the run's first sync failed, so its set-up is wrong.
         """
         try:
-            return self._load()
+            return self.sync()
         except LearnerDivergedError:
             raise
         except Exception as error:
@@ -126,10 +118,15 @@ class EngineLife:
             return {}
 
     def after_step(self) -> dict[str, float]:
-        """Sync after an optimizer step, and return metrics. What fails is left to `ensure_current`."""
+        """
+        Sync after an optimizer step, and return metrics. What fails is left to `ensure_current`.
+
+        An engine that sleeps between rollouts stays asleep: weights would take memory that the learner uses.
+        """
         self._is_current = False
         metrics = {}
-        if not self._is_asleep and not self._is_dead_anywhere():
+        is_due = self._args.sync_weights == "after_step" and not self._args.vllm_enable_sleep_mode
+        if is_due and not self._is_dead_anywhere():
             metrics = self._try_to_load()
         if not self._is_current:
             self.engine.advance_policy_version()  # as of the weights that it will hold
@@ -159,9 +156,12 @@ class EngineLife:
 
     def rollout_done(self) -> None:
         """Let the engine sleep, if it is set to, before the learner's forward pass needs the memory."""
+        self._let_sleep()
+
+    def _let_sleep(self) -> None:
         if self._args.vllm_enable_sleep_mode and self._death is None:
             self.engine.sleep()
-            self._is_current, self._is_asleep = False, True
+            self._is_current = False
 
     def is_lost(self, trajectories: Sequence[Trajectory]) -> bool:
         """

@@ -149,7 +149,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
     # ---- weights ----
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        self._sync(model, version=self.policy_version + 1)
+        self._sync(model, version=self.next_version)
 
     def _sync(self, model: PreTrainedModel, version: int) -> None:
         """Send the weights from the first learner process; all processes return together."""
