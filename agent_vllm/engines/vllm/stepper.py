@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from agent_vllm.engines.base import EngineStats
+from agent_vllm.engines.gpu import finish_work
 from agent_vllm.engines.learner import ModelSource
 from agent_vllm.engines.mailbox import Outcome
 from agent_vllm.engines.request import GenerationRequest
@@ -118,6 +119,7 @@ class VLLMStepper:
         if cpu.is_cpu():
             cpu.draw_our_noise(self._llm)
         self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
+        self._gpu = options.gpu
         self._is_asleep = False
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
@@ -232,6 +234,7 @@ class VLLMStepper:
             if adapter is not None:
                 assert self.adapter is not None
                 self.adapter.load(adapter)
+        finish_work(self._gpu)
         self._drop_caches()
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
@@ -266,6 +269,7 @@ class VLLMStepper:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze its objects
+        self.adapter = None  # which holds it too
         del self._llm  # a successor needs the memory
         if torch.cuda.is_initialized():
             gc.collect()
