@@ -27,6 +27,7 @@ MODEL ?= $(shell PYTHONPATH=examples $(BIN)/python -c "$(TINY_AGENT)" 2>/dev/nul
 	install clean
 
 train: export OMP_NUM_THREADS ?= 1
+train: export CUDA_VISIBLE_DEVICES ?= 0
 train: install
 	$(TRAIN) $(ARGS)
 	$(TRAIN) $(ARGS) --control shuffled-advantages --output-dir runs/tiny-agent-control \

@@ -21,6 +21,7 @@ from trl_integration.config import AgentGRPOConfig
 from trl_integration.processes import gather_flags
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_NUM_SEQS = 1024  # vLLM's own default for large GPUs
 _MAX_REBUILDS_IN_A_ROW = 3  # in a row: no rollout in between left all engines alive
 
 
@@ -263,11 +264,18 @@ class EngineLife:
             options["max_model_len"] = self._args.vllm_max_model_length
         if name == "vllm":
             options["dtype"] = self._autocast_dtype
+            options["max_num_seqs"] = min(_num_rows(self._args), _MAX_NUM_SEQS)
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
             options["sleep_mode"] = self._args.vllm_enable_sleep_mode
         # `TrainingArguments` has parsed a string
         options |= cast(dict[str, Any], self._args.rollout_engine_kwargs or {})
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
+
+
+def _num_rows(args: AgentGRPOConfig) -> int:
+    """Return the trajectories of a process's largest rollout."""
+    per_rollout = args.per_device_train_batch_size * cast(int, args.steps_per_generation)
+    return max(per_rollout, args.per_device_eval_batch_size)
 
 
 class SyncAfterSteps(TrainerCallback):

@@ -7,7 +7,6 @@ computed with the current weights: caches are dropped after a load and after a f
 import concurrent.futures
 import gc
 import itertools
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
 from agent_vllm.engines.vllm.lora import LoadedAdapter
+from agent_vllm.engines.vllm.model_folder import lasting_folder, temporary_folder
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import EngineDeadError, EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
@@ -62,9 +62,11 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
                 stack.enter_context(cpu.unpacked_weights())
         path, load_format = source.path, "auto"
         if path is None:
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
-            source.config.save_pretrained(path)
             load_format = "dummy"
+            if cpu.is_cpu():
+                path = stack.enter_context(temporary_folder(source.config))
+            else:
+                path = lasting_folder(source.config, options.gpu)
         args = EngineArgs(
             model=path,
             load_format=load_format,
