@@ -6,6 +6,7 @@ Models are random, from a config, or the tiny agent, which is trained when it is
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from transformers import (
 from agent_vllm import RolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 from agent_vllm.engines.learner import gap_bound
 from agent_vllm.engines.models import evaluating
+from agent_vllm.engines.server.launcher import serve_command, serve_environment
 from agent_vllm.training import LogprobGap, logprob_gap, predicted_logprobs
 from agent_vllm.types import Completion
 from benchmarks.runner import versions
@@ -39,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 BFLOAT16 = torch.bfloat16
 NUM_SYNCS = 3
+PORT = 8765
 
 Facts = dict[str, Any]
 Learner = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -318,16 +321,16 @@ def train(*arguments: str) -> Callable[[torch.device], Facts]:
 
 def server(device: torch.device) -> Facts:
     """A server on the same device gets weights through memory; NCCL can't join one GPU twice."""
-    on_gpu = device.type == "cuda"
-    dtype = BFLOAT16 if on_gpu else torch.float32
+    dtype = BFLOAT16 if device.type == "cuda" else torch.float32
     model, tokenizer = ready(tiny_agent(), device, dtype)
-    url = "http://127.0.0.1:8765"
-    options = ["--dtype", str(dtype).removeprefix("torch."), "--max-model-len", "512"]
-    options += ["--gpu-memory-utilization", "0.2"] if on_gpu else []
-    transfer = ["--weight-transfer-config", '{"backend": "trainer_memory"}']
-    command = [sys.executable, "-m", "agent_vllm", "serve", str(tiny_agent_path("small"))]
+    command = serve_command(
+        tiny_agent_path("small"), port=PORT, dtype=str(dtype), max_model_len=512,
+        gpu_memory_utilization=0.2,
+        vllm_args=["--weight-transfer-config", '{"backend": "trainer_memory"}'],
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{PORT}"
     with (
-        serving([*command, "--port", "8765", *options, "--", *transfer]) as is_alive,
+        serving(command) as is_alive,
         contextlib.closing(connected(model, tokenizer, url, is_alive)) as engine,
     ):
         change(model)
@@ -342,7 +345,8 @@ def server(device: torch.device) -> Facts:
 
 @contextlib.contextmanager
 def serving(command: list[str]) -> Iterator[Callable[[], bool]]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = serve_environment(os.environ)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         yield lambda: process.poll() is None
     finally:
