@@ -142,8 +142,8 @@ class RolloutEngine(ABC):
             max_new_tokens: at least 1; what doesn't fit into `max_model_len` is not sampled.
             temperature, top_p, top_k, min_p, stop_strings: as in `SamplingParams`.
             stop_token_ids: end the sequence as the engine's own `eos_token_ids` do.
-            seed: same seed, prompt and weights give the same tokens, whatever else is running. By
-                default the next of the engine's own.
+            seed: same seed, prompt and weights give the same tokens, whatever else is running; on a
+                GPU only in the same batch. By default the next of the engine's own.
             affinity: names the trajectory, as in `GenerationRequest`. `forget` it at its end.
 
         Raises:

@@ -4,8 +4,7 @@ Owns the engine that users see; calls into vLLM are in the modules beside this o
 engine holds the weights of the last learner it was given. The first sync is checked against the
 learner's logprobs.
 
-Measured on the CPU build of vLLM 0.31. On CUDA the same calls are made, with CUDA graphs and a
-share of the GPU's memory.
+Measured on the CPU build of vLLM 0.31. On CUDA vLLM takes other code by default, which was not run.
 """
 
 import importlib.util
