@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,8 @@ def host_process_kept() -> Iterator[None]:
 @contextmanager
 def _matmul_precision_kept() -> Iterator[None]:
     """Restore the precision of float32 products, set for all backends at once or for each."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
     precisions = [backend.fp32_precision for backend in backends]
     try:
         of_all = torch.get_float32_matmul_precision()
