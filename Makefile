@@ -23,10 +23,11 @@ PORT ?= 8000
 TINY_AGENT := from tiny_agent import tiny_agent_path; print(tiny_agent_path())
 MODEL ?= $(shell PYTHONPATH=examples $(BIN)/python -c "$(TINY_AGENT)" 2>/dev/null | tail -n 1)
 
-.PHONY: train test e2e bench serve soak stops lint docs wheel wheel-check audit compat lock lock-cuda \
+.PHONY: train test e2e bench gpu-check serve soak stops lint docs wheel wheel-check audit compat lock lock-cuda \
 	install clean
 
 train: export OMP_NUM_THREADS ?= 1
+train: export CUDA_VISIBLE_DEVICES ?= 0
 train: install
 	$(TRAIN) $(ARGS)
 	$(TRAIN) $(ARGS) --control shuffled-advantages --output-dir runs/tiny-agent-control \
@@ -43,6 +44,11 @@ e2e: install
 bench: export OMP_NUM_THREADS ?= 1
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# What only a GPU can show: about ten minutes on one. ARGS="--cpu" runs what a CPU can.
+gpu-check: export CUDA_VISIBLE_DEVICES ?= 0
+gpu-check: install
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 # ARGS are arguments of vLLM's own, such as ARGS="--max-logprobs 5".
 serve: install

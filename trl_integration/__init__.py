@@ -18,7 +18,11 @@ _MODULES = {"AgentGRPOConfig": "config", "AgentGRPOTrainer": "trainer"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from agent_vllm.engines.vllm.host_state import host_process_kept
+
+    with host_process_kept():  # TRL imports vLLM, if it is installed
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -54,6 +54,7 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             "`rollout_func` is refused: the rollout engine makes the rollouts. Write a tool, an "
             "environment (docs/environments.md) or an engine (docs/engines.md)."
         )
+    _check_gpus(args, model)
     check_settings(args, rollout_engine)
     if rollout_engine == "vllm":
         further = cast(dict[str, Any], args.rollout_engine_kwargs or {}).get("engine_args")
@@ -61,6 +62,17 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
     if args.vllm_enable_sleep_mode:
         check_sleep_mode()
     _check_correction(args)
+
+
+def _check_gpus(args: AgentGRPOConfig, model: Any) -> None:
+    """Refuse several GPUs in one process: TRL refuses them too, once the model is loaded."""
+    is_split = "device_map" in (args.model_init_kwargs or {}) or hasattr(model, "hf_device_map")
+    if args.n_gpu > 1 and not is_split:
+        raise ValueError(
+            f"One GPU must be visible to each process, got {args.n_gpu}. Set CUDA_VISIBLE_DEVICES=0 "
+            "for one process, or start one per GPU: `accelerate launch --num_processes "
+            f"{args.n_gpu}`."
+        )
 
 
 def _check_correction(args: AgentGRPOConfig) -> None:
@@ -191,6 +203,7 @@ def check_setup(trainer: Any) -> None:
             "must train the same rows, and each rank's engine samples its own. Shard the learner by "
             "FSDP2 or ZeRO-3."
         )
+    _warn_of_timeout(trainer)
     for sentence in settings_without_effect(trainer.args):
         trainer.accelerator.print(f"Warning: {sentence}")
     is_neutral = trainer.top_p == 1.0 and not trainer.top_k and not trainer.min_p
@@ -198,4 +211,14 @@ def check_setup(trainer: Any) -> None:
         trainer.accelerator.print(
             "Warning: `top_p`, `top_k` or `min_p` cut off the distribution that is sampled from; "
             "the engine's logprobs are of what is left, the learner's of all tokens."
+        )
+
+
+def _warn_of_timeout(trainer: Any) -> None:
+    """Warn if a slow rollout of one process would end the run of all."""
+    deadline_s, timeout_s = trainer.args.deadline_s, trainer.args.ddp_timeout
+    if trainer.accelerator.num_processes > 1 and not (deadline_s and deadline_s < timeout_s):
+        trainer.accelerator.print(
+            "Warning: processes wait for the slowest one's rollout, and torch ends the run after "
+            f"`ddp_timeout` = {timeout_s} s of waiting. Set `deadline_s` below it, or raise it."
         )

@@ -11,11 +11,13 @@ from trl_integration.generation_kwargs import settings_of
 OLD_LOGPROBS = ("sampler", "recomputed")
 ON_ENGINE_DEATH = ("stop", "rebuild")
 ON_WARNING = ("warn", "stop")
+SYNC_WEIGHTS = ("after_step", "before_rollout")
 
 _CHOICES = {
     "old_logprobs": OLD_LOGPROBS,
     "on_engine_death": ON_ENGINE_DEATH,
     "on_warning": ON_WARNING,
+    "sync_weights": SYNC_WEIGHTS,
 }
 
 
@@ -65,6 +67,12 @@ class AgentGRPOConfig(GRPOConfig):
             to the engine's (the `vllm_importance_sampling_*` parameters apply).
         rollout_engine_kwargs (`dict` or `str`, *optional*):
             Keyword arguments of the engine that the trainer builds, such as `{"max_num_seqs": 64}`.
+        sync_weights (`str`, *optional*, defaults to `"after_step"`):
+            When the learner's weights are synced to the engine. `"after_step"`: after every optimizer step.
+            `"before_rollout"`: only once a rollout needs them, which saves the syncs that no rollout sees where
+            `steps_per_generation` or `num_iterations` is above 1. Every rollout is sampled with the current weights
+            either way, and each optimizer step counts as a version. An engine that sleeps between rollouts
+            (`vllm_enable_sleep_mode`) is always synced before a rollout.
         on_engine_death (`str`, *optional*, defaults to `"stop"`):
             What to do when the engine hangs or fails for good. `"stop"`: save a checkpoint and raise an error that says
             how to resume. `"rebuild"`: build a new engine from the learner's weights and go on, at most 3 times in a
@@ -146,6 +154,13 @@ class AgentGRPOConfig(GRPOConfig):
     )
     rollout_engine_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of the engine that the trainer builds."}
+    )
+    sync_weights: str = field(
+        default="after_step",
+        metadata={
+            "help": "When the learner's weights are synced to the engine.",
+            "choices": list(SYNC_WEIGHTS),
+        },
     )
     on_engine_death: str = field(
         default="stop",

@@ -21,6 +21,7 @@ from trl_integration.config import AgentGRPOConfig
 from trl_integration.processes import gather_flags
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_NUM_SEQS = 1024  # vLLM's own default for large GPUs
 _MAX_REBUILDS_IN_A_ROW = 3  # in a row: no rollout in between left all engines alive
 
 
@@ -67,26 +68,18 @@ class EngineLife:
         self._sync_error: Exception | None = None  # of the latest sync, if it failed
         self._num_rebuilds_in_a_row = 0
         self.num_rebuilds = 0
-        self._is_asleep = False
         self.sync_seconds = 0.0
         self.engine = self._build(engine) if isinstance(engine, str) else engine
+        self._let_sleep()  # while the learner first allocates
 
     def sync(self) -> dict[str, float]:
         """
-        Sync the learner's current weights to the engine; return metrics.
-
-        A sleeping engine stays asleep and gets them when it is needed: they would take memory that the learner uses.
+        Sync the learner's current weights to the engine; return metrics. A sleeping engine wakes up.
 
         Raises:
             EngineDeadError: the engine is dead.
             LearnerDivergedError: the weights are not finite.
         """
-        if self._is_asleep:
-            self.engine.advance_policy_version()
-            return {}
-        return self._load()
-
-    def _load(self) -> dict[str, float]:
         self._is_current = False
         self._check_learner()
         start_s = time.perf_counter()
@@ -98,7 +91,7 @@ class EngineLife:
         return {"rollout/sync_seconds": seconds, "rollout/sync_bytes": float(num_bytes)}
 
     def _note_current(self) -> None:
-        self._is_current, self._is_asleep, self._was_synced = True, False, True
+        self._is_current = self._was_synced = True
         self._sync_error = None
 
     def _try_to_load(self) -> dict[str, float]:
@@ -109,7 +102,7 @@ class EngineLife:
             Exception: the run's first sync failed, so its set-up is wrong.
         """
         try:
-            return self._load()
+            return self.sync()
         except LearnerDivergedError:
             raise
         except Exception as error:
@@ -126,10 +119,15 @@ class EngineLife:
             return {}
 
     def after_step(self) -> dict[str, float]:
-        """Sync after an optimizer step, and return metrics. What fails is left to `ensure_current`."""
+        """
+        Sync after an optimizer step, and return metrics. What fails is left to `ensure_current`.
+
+        An engine that sleeps between rollouts stays asleep: weights would take memory that the learner uses.
+        """
         self._is_current = False
         metrics = {}
-        if not self._is_asleep and not self._is_dead_anywhere():
+        is_due = self._args.sync_weights == "after_step" and not self._args.vllm_enable_sleep_mode
+        if is_due and not self._is_dead_anywhere():
             metrics = self._try_to_load()
         if not self._is_current:
             self.engine.advance_policy_version()  # as of the weights that it will hold
@@ -159,9 +157,12 @@ class EngineLife:
 
     def rollout_done(self) -> None:
         """Let the engine sleep, if it is set to, before the learner's forward pass needs the memory."""
+        self._let_sleep()
+
+    def _let_sleep(self) -> None:
         if self._args.vllm_enable_sleep_mode and self._death is None:
             self.engine.sleep()
-            self._is_current, self._is_asleep = False, True
+            self._is_current = False
 
     def is_lost(self, trajectories: Sequence[Trajectory]) -> bool:
         """
@@ -263,11 +264,18 @@ class EngineLife:
             options["max_model_len"] = self._args.vllm_max_model_length
         if name == "vllm":
             options["dtype"] = self._autocast_dtype
+            options["max_num_seqs"] = min(_num_rows(self._args), _MAX_NUM_SEQS)
             options["gpu_memory_utilization"] = self._args.vllm_gpu_memory_utilization
             options["sleep_mode"] = self._args.vllm_enable_sleep_mode
         # `TrainingArguments` has parsed a string
         options |= cast(dict[str, Any], self._args.rollout_engine_kwargs or {})
         return create_rollout_engine(name, self._learner(), self._tokenizer, **options)
+
+
+def _num_rows(args: AgentGRPOConfig) -> int:
+    """Return the trajectories of a process's largest rollout."""
+    per_rollout = args.per_device_train_batch_size * cast(int, args.steps_per_generation)
+    return max(per_rollout, args.per_device_eval_batch_size)
 
 
 class SyncAfterSteps(TrainerCallback):

@@ -46,7 +46,7 @@ OVERRIDES = (
         owner=VLLMGeneration,
         name="_init_vllm",
         why="TRL's vLLM is never started.",
-        look_at="the settings that it checks: `checks._check_vllm_settings` refuses them",
+        look_at="the settings that it checks: `settings_table` refuses them",
         digest="eada55c2b448092a",
     ),
     Override(

@@ -73,6 +73,7 @@ class RolloutEngine(ABC):
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.policy_version = 0
         self.num_synced_bytes = 0
+        self._is_counted = False  # whether `policy_version` is that of the coming update
         self._failed_update: str | None = None  # why the latest update failed
         self._seeds = random.Random(seed)
         # One int object per id: a fresh one for each sampled token would be 32 bytes.
@@ -141,8 +142,8 @@ class RolloutEngine(ABC):
             max_new_tokens: at least 1; what doesn't fit into `max_model_len` is not sampled.
             temperature, top_p, top_k, min_p, stop_strings: as in `SamplingParams`.
             stop_token_ids: end the sequence as the engine's own `eos_token_ids` do.
-            seed: same seed, prompt and weights give the same tokens, whatever else is running. By
-                default the next of the engine's own.
+            seed: same seed, prompt and weights give the same tokens, whatever else is running; on a
+                GPU only in the same batch. By default the next of the engine's own.
             affinity: names the trajectory, as in `GenerationRequest`. `forget` it at its end.
 
         Raises:
@@ -221,16 +222,25 @@ class RolloutEngine(ABC):
             self._failed_update = f"{type(error).__name__}: {error}"
             raise
         self._failed_update = None
-        return self.advance_policy_version()
+        self.policy_version, self._is_counted = self.next_version, False
+        return self.policy_version
+
+    @property
+    def next_version(self) -> int:
+        """Return the `policy_version` after the coming update."""
+        return self.policy_version + (not self._is_counted)
 
     def advance_policy_version(self, to_at_least: int | None = None) -> int:
         """Count an update whose weights the engine does not hold yet; return the new version.
 
+        The next `update_policy` brings that version's weights, and does not count again.
+
         Args:
             to_at_least: raise the version to this one instead, if it is lower.
         """
-        floor = self.policy_version + 1 if to_at_least is None else to_at_least
-        self.policy_version = max(self.policy_version, floor)
+        if to_at_least is None:
+            self.policy_version, self._is_counted = self.policy_version + 1, True
+        self.policy_version = max(self.policy_version, to_at_least or 0)
         return self.policy_version
 
     def rollout(

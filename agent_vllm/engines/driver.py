@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from agent_vllm.engines.gpu import use_gpu
 from agent_vllm.engines.mailbox import Mailbox, Outcome, run_errand
 from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.errors import EngineDeadError, EngineError
@@ -55,13 +56,15 @@ class StepDriver:
     Args:
         hang_s: seconds without progress after which the engine is dead; None disables it. Errands
             that run before `attach` are not watched.
+        gpu: index of the thread's GPU.
     """
 
-    def __init__(self, name: str, *, hang_s: float | None = None) -> None:
+    def __init__(self, name: str, *, hang_s: float | None = None, gpu: int | None = None) -> None:
         if hang_s is not None and hang_s <= 0:
             raise ValueError(f"`hang_s` must be more than 0, got {hang_s}. Use None for no watch.")
         self._name = name
         self._hang_s = hang_s
+        self._gpu = gpu
         self._engine: StepEngine
         self._is_attached = False
         self._mail = Mailbox(self._start_thread)
@@ -127,6 +130,7 @@ class StepDriver:
 
     def _run(self) -> None:
         try:
+            use_gpu(self._gpu)
             self._drive()
         except BaseException as error:
             _log.exception("The thread of the %s failed.", self._name)

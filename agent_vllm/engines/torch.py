@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
 
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.engines.driver import HANG_S, StepDriver
+from agent_vllm.engines.gpu import gpu_of
 from agent_vllm.engines.learner import (
     LearnerWeights,
     check_shapes,
@@ -95,7 +96,7 @@ class TorchRolloutEngine(RolloutEngine):
         )
         self._shapes = source.shapes
         self._copy: PreTrainedModel | None = None
-        self._driver = StepDriver("torch rollout engine", hang_s=hang_s)
+        self._driver = StepDriver("torch rollout engine", hang_s=hang_s, gpu=gpu_of(model))
         runnable = self._runnable(LearnerWeights(model))
         if is_recurrent(runnable):
             _check_recurrent(runnable, self.tokenizer, self.vocab_size)

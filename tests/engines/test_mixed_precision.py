@@ -69,10 +69,12 @@ def test_on_a_gpu_the_engine_computes_in_the_learners_autocast_dtype(
     )
     args = types.SimpleNamespace(
         seed=0, vllm_max_model_length=None, vllm_gpu_memory_utilization=0.3,
-        vllm_enable_sleep_mode=False, rollout_engine_kwargs=given,
+        vllm_enable_sleep_mode=False, rollout_engine_kwargs=given, per_device_train_batch_size=4,
+        steps_per_generation=2, per_device_eval_batch_size=3,
     )  # fmt: skip
     EngineLife(
         "vllm", args=args, accelerator=accelerator, tokenizer=tokenizer, learner=learner,
         check_learner=lambda: None, save_state=lambda: None,
     )  # fmt: skip
     assert seen["dtype"] == dtype
+    assert seen["max_num_seqs"] == 4 * 2  # the trajectories of a rollout

@@ -13,6 +13,7 @@ from agent_vllm import VLLMRolloutEngine
 from agent_vllm.engines.vllm import cpu, stepper
 from agent_vllm.engines.vllm import engine as vllm_engine
 from agent_vllm.errors import EngineBusyError, EngineError
+from trl_integration.engine_life import EngineLife
 
 pytestmark = pytest.mark.vllm
 
@@ -98,33 +99,59 @@ def test_the_stand_in_notices_a_wrong_order(calls, message):
             do[call]()
 
 
-def test_the_trainer_lets_the_engine_sleep_between_rollouts(sleeper):
-    """After a rollout it sleeps; an optimizer step only counts; the next rollout wakes it."""
-    from trl_integration.engine_life import EngineLife
-
-    engine, model, llm = sleeper
-    life = EngineLife(
+@pytest.fixture
+def life(sleeper):
+    """What the trainer does with the stand-in."""
+    engine, model, _ = sleeper
+    return EngineLife(
         engine,
-        args=types.SimpleNamespace(vllm_enable_sleep_mode=True),
+        args=types.SimpleNamespace(vllm_enable_sleep_mode=True, sync_weights="after_step"),
         accelerator=Accelerator(cpu=True),
         tokenizer=engine.tokenizer,
         learner=lambda: model,
         save_state=lambda: None,
         check_learner=lambda: None,
     )
+
+
+def test_the_trainer_lets_the_engine_sleep_between_rollouts(sleeper, life):
+    """After a rollout it sleeps; an optimizer step only counts; the next rollout wakes it."""
+    engine, model, llm = sleeper
+    assert llm.calls == ["sleep 2"]  # while the learner first allocates
     life.ensure_current()
     sample(engine)
     version = engine.policy_version
     life.rollout_done()
-    life.sync()  # an optimizer step
+    life.after_step()
     assert engine.policy_version == version + 1  # what was sampled is one step old
     with torch.no_grad():
         model.model.norm.weight.add_(1)
-    life.sync()
+    life.after_step()
     assert llm.calls[-1] == "sleep 2"
     assert life.ensure_current()["rollout/sync_bytes"] > 0
     assert torch.equal(llm.weights["model.norm.weight"], model.model.norm.weight)
-    assert sample(engine).policy_version == engine.policy_version == version + 3
+    assert sample(engine).policy_version == engine.policy_version == version + 2
+
+
+def test_a_sync_that_is_asked_for_wakes_the_engine(sleeper, life):
+    """As before an evaluation by hand after training; asleep, it would sample nothing."""
+    engine, model, llm = sleeper
+    life.ensure_current()
+    life.rollout_done()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    life.sync()
+    assert sample(engine).token_ids == [7]
+    assert torch.equal(llm.weights["model.norm.weight"], model.model.norm.weight)
+
+
+def test_a_rank_whose_engine_died_does_not_sync_alone(sleeper, life):
+    """A dead engine is not put to sleep, and the others' ranks take part in no sync."""
+    life.ensure_current()
+    life._verdict = "it hangs"
+    life.rollout_done()
+    life._accelerator = None  # a gather that the other ranks don't make would hang
+    assert life.after_step() == {}
 
 
 def test_on_a_cpu_sleep_is_refused_before_anything_is_built(agent):

@@ -1,6 +1,7 @@
 """Every setting of TRL's config is in the table, and the table is what happens."""
 
 import dataclasses
+import os
 import re
 import types
 
@@ -11,6 +12,7 @@ from paths import ROOT
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
+import trl_integration
 from agent_vllm.testing import ScriptedRolloutEngine
 from trl_integration import AgentGRPOConfig
 from trl_integration.checks import check_arguments, check_setup
@@ -93,6 +95,52 @@ def test_engine_arguments_are_refused_before_anything_is_built(args):
     args.rollout_engine_kwargs = {"engine_args": {"tensor_parallel_size": 2}}
     with pytest.raises(ValueError, match="'tensor_parallel_size', got 2"):
         check_arguments(args, None, "vllm", {})
+
+
+@pytest.mark.parametrize("split", [{"model_init_kwargs": {"device_map": "auto"}}, {}])
+def test_several_gpus_in_one_process_are_refused_unless_the_model_is_split(args, split):
+    args._n_gpu = 2  # as transformers counts the visible ones
+    args.model_init_kwargs = split.get("model_init_kwargs")
+    if split:
+        check_arguments(args, "a/model", "torch", {})
+    else:
+        with pytest.raises(ValueError, match=r"got 2\. Set CUDA_VISIBLE_DEVICES=0"):
+            check_arguments(args, "a/model", "torch", {})
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "deadline_s", "is_warned"),
+    [(2, None, True), (2, 7200.0, True), (2, 600.0, False), (1, None, False)],
+)
+def test_a_rollout_longer_than_the_others_wait_is_warned_of(
+    args, num_processes, deadline_s, is_warned
+):
+    printed = []
+    args.deadline_s = deadline_s
+    accelerator = types.SimpleNamespace(
+        state=None, num_processes=num_processes, print=printed.append
+    )
+    check_setup(
+        types.SimpleNamespace(
+            _is_vlm=False, accelerator=accelerator, args=args, top_p=1.0, top_k=0, min_p=None
+        )
+    )
+    assert ["`ddp_timeout` = 1800 s" in line for line in printed] == [True] * is_warned
+
+
+def test_trl_is_imported_without_leaving_vllms_changes_behind(monkeypatch):
+    """TRL imports vLLM where it is installed, and vLLM edits the environment."""
+
+    def import_module(name):
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        assert os.environ["VLLM_LOGGING_LEVEL"]
+        return types.SimpleNamespace(AgentGRPOConfig=name)
+
+    before = dict(os.environ)
+    monkeypatch.setattr(trl_integration.importlib, "import_module", import_module)
+    monkeypatch.delitem(vars(trl_integration), "AgentGRPOConfig")
+    assert trl_integration.AgentGRPOConfig == "trl_integration.config"
+    assert dict(os.environ) == before
 
 
 def test_a_learner_split_over_ranks_is_refused():

@@ -115,6 +115,32 @@ def test_one_sync_for_each_optimizer_step_and_one_before_the_first_rollout(make_
     assert trainer.rollout_engine.policy_version - start == 1 + 6
 
 
+@pytest.mark.parametrize(("sync_weights", "num_syncs"), [("after_step", 4), ("before_rollout", 2)])
+def test_syncs_that_no_rollout_sees_can_be_left_out(make_trainer, sync_weights, num_syncs):
+    """The versions stay those of optimizer steps, and every rollout has the current weights."""
+    trainer = make_trainer(
+        "torch", num_iterations=2, max_steps=3, learning_rate=1e-3, sync_weights=sync_weights
+    )
+    engine, synced, rollouts = trainer.rollout_engine, [], []
+    update, generate = engine.update_policy, trainer._generate
+    engine.update_policy = lambda model: synced.append(update(model)) or synced[-1]
+
+    def generate_noted(prompts):
+        output = generate(prompts)
+        rollouts.append(engine.policy_version)
+        return output
+
+    trainer._generate = generate_noted
+    start = engine.policy_version
+    trainer.train()
+    assert len(synced) == num_syncs
+    assert [version - start for version in rollouts] == [1, 3]  # the third step has a new one
+    assert engine.policy_version - start == 1 + 3
+    name = "sampling/logprob_gap/max"
+    gaps = [log[name] for log in trainer.state.log_history if name in log]
+    assert len(gaps) == 2 and max(gaps) <= GAP
+
+
 def test_evaluation_uses_the_current_weights_without_training_first(make_trainer):
     trainer = make_trainer("torch", eval_dataset=rows(4, "test"), per_device_eval_batch_size=8)
     metrics = trainer.evaluate()

@@ -8,7 +8,6 @@ FSDP2 is tested with two gloo processes on a CPU. DeepSpeed is tested against a 
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,18 +105,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(tensor: Any) -> torch.Tensor:
-    device_type = tensor.device_mesh.device_type  # offloaded shards are gathered on the device
-    with _current_device(device_type):
-        return tensor.to(device_type).full_tensor()
-
-
-def _current_device(device_type: str) -> Any:
-    """Use this process's GPU: in an engine's thread the current one would be GPU 0."""
-    if device_type != "cuda":
-        return nullcontext()
-    from accelerate import PartialState
-
-    return torch.cuda.device(PartialState().local_process_index)
+    # offloaded shards are gathered on this thread's GPU, which is the learner's
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

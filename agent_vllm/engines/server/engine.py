@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_vllm.engines.base import EngineStats, RolloutEngine
+from agent_vllm.engines.gpu import finish_work, gpu_of
 from agent_vllm.engines.learner import (
     LearnerWeights,
     check_against_learner,
@@ -149,11 +150,12 @@ class VLLMServerRolloutEngine(RolloutEngine):
     # ---- weights ----
 
     def _load_weights(self, model: PreTrainedModel) -> None:
-        self._sync(model, version=self.policy_version + 1)
+        self._sync(model, version=self.next_version)
 
     def _sync(self, model: PreTrainedModel, version: int) -> None:
         """Send the weights from the first learner process; all processes return together."""
         wait_for_all_ranks()  # one of them may still be asking the servers something
+        finish_work(gpu_of(model))  # NCCL packs on streams of its own
         weights = LearnerWeights(model, dtype=self.dtype)
         check_shapes(self._source.shapes, weights.shapes)
         label = self._send_or_join(weights, version)

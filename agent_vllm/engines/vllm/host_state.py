@@ -2,8 +2,8 @@
 
 vLLM replaces `torch.set_num_threads`, reseeds the global generators, edits the environment (which
 tools' subprocesses would inherit) and the exception hook, and draws from torch's global generator
-at every step. Invariant: the learner's random stream and the tools' environment are those of a
-process without vLLM.
+at every step; on a GPU it also sets the precision of float32 products. Invariant: the learner's
+random stream and precision and the tools' environment are those of a process without vLLM.
 """
 
 import os
@@ -11,7 +11,8 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,10 @@ def host_process_kept() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     os.environ.update(_ENVIRONMENT)
     try:
-        with random_state_kept(), warnings.catch_warnings(), _stdout_with_fileno():
+        with ExitStack() as stack:
+            for kept in (random_state_kept, _matmul_precision_kept, _stdout_with_fileno):
+                stack.enter_context(kept())
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own imports
             yield
     finally:
@@ -41,6 +45,25 @@ def host_process_kept() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _matmul_precision_kept() -> Iterator[None]:
+    """Restore the precision of float32 products, set for all backends at once or for each."""
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    precisions = [backend.fp32_precision for backend in backends]
+    try:
+        of_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for each backend
+        of_all = None
+    try:
+        yield
+    finally:
+        if of_all is not None:
+            torch.set_float32_matmul_precision(of_all)
+        for backend, precision in zip(backends, precisions, strict=True):
+            backend.fp32_precision = precision
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from agent_vllm.engines.vllm.lora import lora_args
 
 _CPU_BLOCK_SIZE = 32  # the smallest that the CPU attention takes; only full blocks are reused
 _CPU_KV_CACHE_LIMIT = 1 << 30  # bytes; vLLM zeroes them at start, about 1 s per GiB
-_CPU_MAX_BATCHED_TOKENS = 8192
+_MAX_BATCHED_TOKENS = 8192  # per step; vLLM would take 2048 for an engine that is stepped
 
 # Arguments of `vllm.EngineArgs` with a name of our own.
 _OWN_NAMES = {
@@ -119,7 +119,10 @@ class VLLMOptions:
         }
 
     def _cuda_args(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"gpu_memory_utilization": self.gpu_memory_utilization}
+        arguments: dict[str, Any] = {
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_batched_tokens": max(_MAX_BATCHED_TOKENS, self.max_num_seqs),
+        }
         if self.kv_cache_memory_bytes is not None:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_bytes
         return arguments
@@ -136,7 +139,7 @@ class VLLMOptions:
             "enable_chunked_prefill": False,
             # vLLM caches the states of recurrent layers only where prompts may be cut.
             "enable_prefix_caching": not has_recurrent_layers(config),
-            "max_num_batched_tokens": max(_CPU_MAX_BATCHED_TOKENS, self.max_model_len),
+            "max_num_batched_tokens": max(_MAX_BATCHED_TOKENS, self.max_model_len),
         }
 
 

@@ -7,7 +7,6 @@ computed with the current weights: caches are dropped after a load and after a f
 import concurrent.futures
 import gc
 import itertools
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from agent_vllm.engines.base import EngineStats
+from agent_vllm.engines.gpu import finish_work
 from agent_vllm.engines.learner import ModelSource
 from agent_vllm.engines.mailbox import Outcome
 from agent_vllm.engines.request import GenerationRequest
@@ -22,6 +22,7 @@ from agent_vllm.engines.vllm import cpu, process_groups
 from agent_vllm.engines.vllm.host_state import host_process_kept, random_state_kept
 from agent_vllm.engines.vllm.loading import load_into
 from agent_vllm.engines.vllm.lora import LoadedAdapter
+from agent_vllm.engines.vllm.model_folder import lasting_folder, temporary_folder
 from agent_vllm.engines.vllm.options import VLLMOptions
 from agent_vllm.errors import EngineDeadError, EngineError, UnsupportedModelError, WeightSyncError
 from agent_vllm.types import Completion
@@ -61,9 +62,11 @@ def _build(source: ModelSource, options: VLLMOptions) -> Any:
                 stack.enter_context(cpu.unpacked_weights())
         path, load_format = source.path, "auto"
         if path is None:
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent_vllm_"))
-            source.config.save_pretrained(path)
             load_format = "dummy"
+            if cpu.is_cpu():
+                path = stack.enter_context(temporary_folder(source.config))
+            else:
+                path = lasting_folder(source.config, options.gpu)
         args = EngineArgs(
             model=path,
             load_format=load_format,
@@ -118,6 +121,7 @@ class VLLMStepper:
         if cpu.is_cpu():
             cpu.draw_our_noise(self._llm)
         self.adapter = None if options.lora_rank is None else LoadedAdapter(self._llm)
+        self._gpu = options.gpu
         self._is_asleep = False
         self._counter = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}
@@ -232,6 +236,7 @@ class VLLMStepper:
             if adapter is not None:
                 assert self.adapter is not None
                 self.adapter.load(adapter)
+        finish_work(self._gpu)
         self._drop_caches()
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
@@ -266,6 +271,7 @@ class VLLMStepper:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()  # vLLM froze its objects
+        self.adapter = None  # which holds it too
         del self._llm  # a successor needs the memory
         if torch.cuda.is_initialized():
             gc.collect()
