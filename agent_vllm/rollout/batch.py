@@ -16,8 +16,9 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.environments import User, user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.rollout.episode import Episode, RolloutContext, RolloutTask
+from agent_vllm.rollout.episode import Episode, RolloutTask
 from agent_vllm.rollout.garbage import rare_full_collections
+from agent_vllm.rollout.sampler import RolloutContext, TurnSampler
 from agent_vllm.rollout.status import RolloutStatus
 from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
@@ -246,15 +247,14 @@ def _episodes(
         for generation in range(num_generations):
             seeds = random.Random(f"{seed}/{row}/{generation}")
             thinking = None if thinking_ratio is None else seeds.random() < thinking_ratio
-            yield Episode(
-                task,
-                context,
+            sampler = TurnSampler(
+                context=context,
                 chat=formats[thinking],
-                prompt_ids=prompt[thinking],
                 thinking=thinking,
                 affinity=f"rollout {rollout}, row {row}, sample {generation}",
                 seeds=seeds,
             )
+            yield Episode(task, prompt[thinking], sampler)
 
 
 def _prompts(
