@@ -197,7 +197,7 @@ async def rollout_batch_async(
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_strings=stop_strings
     )
-    _check_options(num_generations, thinking_ratio)
+    check_options(num_generations, thinking_ratio)
     tasks = _tasks(messages_batch, tools_batch, users_batch, failed_batch)
     _check_users(chat, tasks, num_generations)
     limits = limits or Limits()
@@ -235,15 +235,32 @@ def _episodes(
 ) -> Iterator[Episode]:
     """Yield the G episodes of each task; those of one task share the work on its prompt."""
     formats = _formats(chat, thinking_ratio)
-    rollout = uuid.uuid4().hex[:8]
     prompts = [_prompts(formats, task) for task in tasks]
     _refuse_if_none_is_written(prompts)
-    for row, task in enumerate(tasks):
-        prompt = prompts[row]
+    options = (num_generations, thinking_ratio, seed)
+    samplers = turn_samplers(context, chat, len(tasks), *options)
+    for task, prompt, of_row in zip(tasks, prompts, samplers, strict=True):
         if isinstance(prompt, ChatTemplateError):
             shown = [message for message in task.messages if isinstance(message, Mapping)]
             task = replace(task, messages=shown, error=task.error or str(prompt))
             prompt = {key: [chat.end_token_ids[0]] for key in formats}  # no row may be empty
+        for sampler in of_row:
+            yield Episode(task, prompt[sampler.thinking], sampler)
+
+
+def turn_samplers(
+    context: RolloutContext,
+    chat: ChatFormat,
+    num_rows: int,
+    num_generations: int,
+    thinking_ratio: float | None,
+    seed: int,
+) -> Iterator[list[TurnSampler]]:
+    """Yield the samplers of each row's G trajectories; the same seed gives the same ones."""
+    formats = _formats(chat, thinking_ratio)
+    rollout = uuid.uuid4().hex[:8]
+    for row in range(num_rows):
+        of_row = []
         for generation in range(num_generations):
             seeds = random.Random(f"{seed}/{row}/{generation}")
             thinking = None if thinking_ratio is None else seeds.random() < thinking_ratio
@@ -254,7 +271,8 @@ def _episodes(
                 affinity=f"rollout {rollout}, row {row}, sample {generation}",
                 seeds=seeds,
             )
-            yield Episode(task, prompt[thinking], sampler)
+            of_row.append(sampler)
+        yield of_row
 
 
 def _prompts(
@@ -316,7 +334,7 @@ def _column(
     return values
 
 
-def _check_options(num_generations: int, thinking_ratio: float | None) -> None:
+def check_options(num_generations: int, thinking_ratio: float | None) -> None:
     if num_generations < 1:
         raise ValueError(f"`num_generations` must be 1 or more, got {num_generations}.")
     if thinking_ratio is not None and not 0 <= thinking_ratio <= 1:

@@ -6,14 +6,13 @@ trajectory. Invariant: every turn's prompt is all ids so far, and the story ends
 """
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agent_vllm.environments import User, UserFailed, ask_user, user_suffix_ids
+from agent_vllm.environments import User, UserFailed, ask_user
 from agent_vllm.errors import ChatTemplateError
 from agent_vllm.rollout.budget import Budget
-from agent_vllm.rollout.observations import fit_results
+from agent_vllm.rollout.observations import with_results, with_user_message
 from agent_vllm.rollout.sampler import TurnFailed, TurnSampler
 from agent_vllm.rollout.story import Story
 from agent_vllm.tools import Tool
@@ -117,21 +116,10 @@ class Episode:
         stop = budget.stop_after_calls()
         if any(r.status == "ok" and self.task.tools[r.name].ends_episode for r in results):
             stop = StopReason.ENVIRONMENT_DONE
-        ids, shown = fit_results(
-            results,
-            room=budget.room if stop is not None else budget.room - 1,  # for a next token
-            max_result_tokens=self.context.limits.max_tool_result_tokens,
-            write=functools.partial(
-                self.chat.suffix_ids,
-                tools=self.tools,
-                last_token_id=self.story.last_token_id,
-                add_generation_prompt=stop is None,
-            ),
-            truncate=self.chat.truncate,
-        )
-        if ids is None:
+        shown = with_results(self.story, self.chat, self.tools, budget, is_last=stop is not None)
+        if shown is None:
             return stop or budget.tightest
-        self.story = self.story.plus_suffix(ids, [result.message for result in shown])
+        self.story = shown
         return stop or self._budget().stop_before_turn()
 
     # ---- the simulated user ----
@@ -154,10 +142,10 @@ class Episode:
 
     def _append_user_message(self, message: str) -> StopReason | None:
         """Append it if the model gets a turn to answer it; return what ends the trajectory."""
-        last_token_id = self.story.last_token_id
-        ids = user_suffix_ids(self.chat, message, self.tools, last_token_id=last_token_id)
         budget = self._budget()
-        stop = budget.stop_before_turn() or (budget.tightest if len(ids) >= budget.room else None)
+        stop = budget.stop_before_turn()
         if stop is None:
-            self.story = self.story.plus_suffix(ids, [{"role": "user", "content": message}])
+            shown = with_user_message(self.story, self.chat, self.tools, budget, message)
+            self.story = shown or self.story
+            stop = budget.tightest if shown is None else None
         return stop

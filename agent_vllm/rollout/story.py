@@ -51,6 +51,20 @@ class Story:
             used=Used(num_prompt_tokens=len(prompt_ids)),
         )
 
+    def without_turns(self, num_turns: int) -> "Story":
+        """Return the same conversation with its first turns as part of the prompt."""
+        if num_turns == 0:
+            return self
+        head = replace(self, turns=self.turns[:num_turns])
+        is_reply = [message["role"] == "assistant" for message in self.messages]
+        replies = [i for i in range(self.num_prompt_messages, len(is_reply)) if is_reply[i]]
+        return replace(
+            self,
+            prompt_ids=head.ids(),
+            num_prompt_messages=replies[num_turns],
+            turns=self.turns[num_turns:],
+        )
+
     def ids(self) -> list[int]:
         """Put all ids so far together, which is done once per turn."""
         ids = list(self.prompt_ids)
