@@ -10,6 +10,7 @@ from agent_vllm.rollout.batch import (
     rollout_batch_async,
     rollout_single,
     rollout_single_async,
+    run_all,
     turn_samplers,
 )
 from agent_vllm.rollout.budget import Budget
@@ -33,6 +34,7 @@ __all__ = [
     "rollout_batch_async",
     "rollout_single",
     "rollout_single_async",
+    "run_all",
     "turn_samplers",
     "with_results",
     "with_user_message",

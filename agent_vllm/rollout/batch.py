@@ -7,7 +7,7 @@ trajectory that was asked for is returned, in order, whatever happens to the oth
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -211,14 +211,15 @@ async def rollout_batch_async(
     context.status.num_trajectories += len(tasks) * num_generations
     seed = engine.next_seed() if seed is None else seed
     episodes = list(_episodes(context, chat, tasks, num_generations, thinking_ratio, seed))
-    return await _run_all(episodes)
+    return await run_all(episode.run() for episode in episodes)
 
 
-async def _run_all(episodes: Sequence[Episode]) -> list[Trajectory]:
+async def run_all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what the trajectories' coroutines return, in order; the first error ends all."""
     try:
         with rare_full_collections():
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(episode.run()) for episode in episodes]
+                running = [group.create_task(run) for run in runs]
     except BaseExceptionGroup as errors:
         error = _first(errors)
         raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None

@@ -35,6 +35,11 @@ class RolloutContext:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
+    def time_left_s(self) -> float | None:
+        """Return the seconds until the deadline of all trajectories; None without one."""
+        deadline_s = self.limits.deadline_s
+        return None if deadline_s is None else max(deadline_s - self.elapsed_s(), 0.0)
+
     def span(self, kind: SpanKind, name: str, start_s: float) -> Span:
         """Return the time from `start_s` until now."""
         return Span(kind=kind, name=name, start_s=start_s, end_s=self.elapsed_s())
