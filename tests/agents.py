@@ -31,15 +31,18 @@ def results(reply, tools):
     ]
 
 
-def looping(tools, **fields):
-    """The usual loop: ask, run the calls, show their results, until there are none."""
+def looping(tools, run=None, **fields):
+    """The usual loop: ask, run the calls, show their results, until there are none.
+
+    `run` are functions in place of the tools that are offered.
+    """
     fields |= {"tools": schemas(tools)} if tools else {}
 
     async def agent(row, client):
         messages = [dict(message) for message in row["prompt"]]
         while True:
             reply = await ask(client, messages, **fields)
-            messages += [reply, *(shown := results(reply, tools))]
+            messages += [reply, *(shown := results(reply, run or tools))]
             if not shown:
                 return reply.get("content", "")
 

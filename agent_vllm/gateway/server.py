@@ -101,14 +101,14 @@ class Gateway:
 
 
 @web.middleware
-async def _errors(http: web.Request, handler: Any) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Give every error the form that clients expect."""
     try:
-        return await handler(http)
+        return await handler(request)
     except Refused as refused:
         return web.json_response(refused.body, status=refused.status)
     except web.HTTPException as error:  # an unknown route, or a body that is too long
-        refused = Refused(f"{error.reason}: {http.method} {http.path}", status=error.status)
+        refused = Refused(f"{error.reason}: {request.method} {request.path}", status=error.status)
         return web.json_response(refused.body, status=refused.status)
 
 
