@@ -2,7 +2,7 @@
 
 import pytest
 import trainers
-from agents import ask, looping
+from client_agents import ask, looping
 from fakes import user
 from tiny_tasks import calculator, correct_reward
 from trainers import REWARDS, TOOLS

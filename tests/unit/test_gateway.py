@@ -9,7 +9,7 @@ import time
 import aiohttp
 import openai
 import pytest
-from agents import ask, looping, schemas, told
+from client_agents import ask, looping, schemas, told
 from fakes import ADD, add, by_prompt, call, difference, shout, user
 
 from agent_vllm.errors import EngineError

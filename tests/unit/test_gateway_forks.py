@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from agents import ask, looping, results, schemas, told
+from client_agents import ask, looping, results, schemas, told
 from fakes import ADD, END, add, call, difference, ids_of, shout, user
 
 from agent_vllm.gateway import rollout_agent
