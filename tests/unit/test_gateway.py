@@ -16,6 +16,7 @@ from agent_vllm.errors import EngineError
 from agent_vllm.gateway import rollout_agent
 from agent_vllm.rollout import rollout_batch
 from agent_vllm.settings import Limits
+from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.types import StopReason
 
 OFFERED = {"tools": schemas([add])}
@@ -372,3 +373,28 @@ def test_256_sessions_at_once_are_told_apart(chat, scripted):
     assert [t.output for t in trajectories] == [f"is {n}" for n in range(256)]
     assert all(t.branches == [] and t.num_turns == 2 for t in trajectories)
     assert [t.tool_results[0].content for t in trajectories] == [str(n + 1) for n in range(256)]
+
+
+class SlowEngine(ScriptedRolloutEngine):
+    async def _sample(self, request):
+        await asyncio.sleep(0.2)
+        return await super()._sample(request)
+
+
+def test_what_was_sampled_for_a_client_that_left_is_in_the_trajectory(chat, tokenizer):
+    async def agent(row, client):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.05, max_retries=0), user("first"))
+        await ask(client, user("second"))
+
+    t = one(chat, SlowEngine(tokenizer, ["a", "b"]), agent)
+    assert told(chat, t) == [["b<|im_end|>"], ["a<|im_end|>"]]
+
+
+def test_requests_that_nobody_waits_for_end_with_the_run(chat, tokenizer):
+    async def agent(row, client):
+        asyncio.get_running_loop().create_task(ask(client, user("left behind")))
+        await asyncio.sleep(0.1)
+
+    t = one(chat, SlowEngine(tokenizer, ["a"]), agent)
+    assert (t.stop_reason, t.num_turns) == (StopReason.AGENT_ERROR, 0)
