@@ -29,6 +29,7 @@ class StopReason(StrEnum):
     ENGINE_ERROR = "engine_error"
     USER_ERROR = "user_error"
     ENVIRONMENT_ERROR = "environment_error"
+    AGENT_ERROR = "agent_error"
 
     @property
     def is_truncated(self) -> bool:
@@ -37,12 +38,17 @@ class StopReason(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Return whether the engine, user or environment failed, whatever the model did."""
+        """Return whether the engine, user, environment or agent failed, whatever the model did."""
         return self in _FAILURES
 
 
 _FAILURES = frozenset(
-    {StopReason.ENGINE_ERROR, StopReason.USER_ERROR, StopReason.ENVIRONMENT_ERROR}
+    {
+        StopReason.ENGINE_ERROR,
+        StopReason.USER_ERROR,
+        StopReason.ENVIRONMENT_ERROR,
+        StopReason.AGENT_ERROR,
+    }
 )
 
 _TRUNCATING = _FAILURES | {
@@ -247,6 +253,10 @@ class Trajectory:
     num_prompt_messages: int = 0
     thinking: bool | None = None  # None if the template has no switch or it was left alone
     error: str | None = None
+    # What an agent of its own sampled beside this conversation, after it left it. A branch's prompt
+    # holds all that is told elsewhere: each sampled token is in one turn, of one of them.
+    branches: list["Trajectory"] = field(default_factory=list)
+    output: Any = None  # what such an agent returned or printed
 
     @classmethod
     def from_segments(
@@ -313,6 +323,11 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(len(turn.segment.token_ids) for turn in self.turns)
+
+    @property
+    def num_branch_tokens(self) -> int:
+        """Return how many tokens were sampled on the branches."""
+        return sum(branch.num_sampled_tokens for branch in self.branches)
 
     @property
     def policy_versions(self) -> list[int]:

@@ -53,7 +53,9 @@ def config(folder, **settings):
     )
 
 
-def build(agent, folder, rollout_engine, *, trainer_class=AgentGRPOTrainer, args=None, **changes):
+def build(
+    agent, folder, rollout_engine, /, *, trainer_class=AgentGRPOTrainer, args=None, **changes
+):
     """Build a trainer; `changes` are settings of `config` and arguments of the trainer."""
     model, tokenizer = agent
     names = [name for name in changes if name in AgentGRPOConfig.__dataclass_fields__]

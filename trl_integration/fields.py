@@ -1,8 +1,8 @@
 """Convert trajectories to the fields of TRL's trainers, and account for every sampled token.
 
 Invariants: `tool_mask` is 1 exactly where a token was sampled and may be trained; sampled tokens =
-trained + truncated + failed + unscorable + mismatched, where trained tokens are counted in the loss's
-mask.
+trained + truncated + failed + unscorable + mismatched + forked, where trained tokens are counted in the
+loss's mask.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from agent_vllm.types import Trajectory
 class Exclusion(StrEnum):
     """Name the reason that no token of a trajectory is trained."""
 
-    FAILED = "failed"  # its engine, user or environment failed
+    FAILED = "failed"  # its engine, user, environment or agent failed
     TRUNCATED = "truncated"  # it was cut off, and `mask_truncated_completions` is on
     UNSCORABLE = "unscorable"  # every reward function returned None for it
     MISMATCHED = "mismatched"  # the engine's logprobs are too far from the learner's
@@ -97,18 +97,22 @@ def token_ledger(
 ) -> dict[str, int]:
     """Count the sampled tokens, the trained ones, and the excluded ones by reason.
 
+    A trained trajectory's branches are `forked`: a row of TRL's batch holds one conversation.
+
     Args:
         num_trained: counted in the loss's mask.
 
     Raises:
         AssertionError: the counts do not add up, so the mask is wrong.
     """
-    ledger = {"sampled": 0, "trained": num_trained, **dict.fromkeys(Exclusion, 0)}
+    ledger = {"sampled": 0, "trained": num_trained, **dict.fromkeys(Exclusion, 0), "forked": 0}
     for trajectory, reason in zip(trajectories, exclusions, strict=True):
-        ledger["sampled"] += trajectory.num_sampled_tokens
+        num_told, num_branches = trajectory.num_sampled_tokens, trajectory.num_branch_tokens
+        ledger["sampled"] += num_told + num_branches
+        ledger[reason or "forked"] += num_branches
         if reason is not None:
-            ledger[reason] += trajectory.num_sampled_tokens
-    num_excluded = sum(ledger[reason] for reason in Exclusion)
+            ledger[reason] += num_told
+    num_excluded = sum(ledger[reason] for reason in [*Exclusion, "forked"])
     assert ledger["sampled"] == num_trained + num_excluded, (
         f"token ledger does not add up: {ledger}"
     )

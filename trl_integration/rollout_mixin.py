@@ -6,6 +6,7 @@ code each of these happens. Invariant: every rollout is sampled with the learner
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -16,10 +17,12 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.environments import Factory
 from agent_vllm.environments.user import user_suffix_ids
+from agent_vllm.gateway import Agent, rollout_agent
 from agent_vllm.inspect import RolloutProgress
 from agent_vllm.record import Redact
 from agent_vllm.rollout import RolloutStatus, rollout_batch
 from agent_vllm.types import Trajectory
+from trl_integration.agents import check_agent_arguments, output_column
 from trl_integration.checks import (
     check_batch_can_be_filled,
     check_datasets,
@@ -84,8 +87,13 @@ class RolloutMixin(EngineMixin):
         user: UserOfRow | None,
         train_dataset: Any,
         eval_dataset: Any,
+        agent: Agent | None = None,
     ) -> None:
         """Set up what rows bring to their trajectories, before TRL's constructor."""
+        self._agent = agent
+        if agent is not None:
+            replaced = {"tools": tools, "environment_factory": environment_factory, "user": user}
+            check_agent_arguments(agent, args, **replaced)
         self._row_tools = RowTools(tools)
         self._environments = RowEnvironments(environment_factory, user, args)
         datasets = check_datasets(
@@ -130,7 +138,7 @@ class RolloutMixin(EngineMixin):
 
     @property
     def _offers_tools(self) -> bool:
-        return bool(self._row_tools or self._environments)
+        return bool(self._row_tools or self._environments or self._agent is not None)
 
     @property
     def _is_one_answer(self) -> bool:
@@ -215,26 +223,21 @@ class RolloutMixin(EngineMixin):
         trajectories, scores = self._environments.score(rollout.trajectories)
         rollout.finish(trajectories, mask_truncated=mask_truncated)
         rollout.reward_columns = {**reward_columns(trajectories), **scores}
+        if self._agent is not None:
+            rollout.reward_columns |= output_column(trajectories)
         self.environments = self._environments.instances  # for reward functions
         self._log_rollout(rollout)
         return rollout
 
     def _sample(self, rollout: TrainingRollout, prompts: list[Any]) -> list[Trajectory]:
-        rows = range(len(prompts))
         status = RolloutStatus()
         rollout.started = time.time()
         stats_before = self.rollout_engine.stats()
-        chat, messages = conversations(prompts, self.chat_format, self.eos_token_ids)
+        run = self._rollout_function(rollout, prompts)
         is_shown = self.args.rollout_progress and self.accelerator.is_main_process
         title = f"{rollout.mode} rollout at step {rollout.step}"
         with RolloutProgress(status, title, enabled=is_shown and not self.args.disable_tqdm):
-            trajectories = rollout_batch(
-                self.rollout_engine,
-                chat,
-                messages,
-                rollout.tools,
-                users_batch=[self._environments.user(index) for index in rows],
-                failed_batch=self._environments.errors,
+            trajectories = run(
                 limits=self.args.limits(),
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -250,6 +253,26 @@ class RolloutMixin(EngineMixin):
         stats = self.rollout_engine.stats()
         rollout.engine_stats = stats and stats_before and stats.since(stats_before)
         return trajectories
+
+    def _rollout_function(
+        self, rollout: TrainingRollout, prompts: list[Any]
+    ) -> Callable[..., list[Trajectory]]:
+        """Return what samples the rows, by our loop or by the agent's; takes what both share."""
+        engine = self.rollout_engine
+        if self._agent is not None:
+            return functools.partial(
+                rollout_agent, engine, self.chat_format, self._agent, rollout.rows
+            )
+        chat, messages = conversations(prompts, self.chat_format, self.eos_token_ids)
+        return functools.partial(
+            rollout_batch,
+            engine,
+            chat,
+            messages,
+            rollout.tools,
+            users_batch=[self._environments.user(index) for index in range(len(prompts))],
+            failed_batch=self._environments.errors,
+        )
 
     def _give_up_rollout(self) -> None:
         """Record a lost rollout, give its seed to the next try, and raise `RolloutLost`."""

@@ -19,6 +19,7 @@ from agent_vllm.engines import RolloutEngine
 from agent_vllm.engines.learner import runs_as_reference
 from agent_vllm.engines.models import pad_token_id
 from agent_vllm.environments import Factory
+from agent_vllm.gateway import Agent
 from agent_vllm.record import Redact
 from agent_vllm.tools import shared_loop
 from trl_integration.checks import check_arguments
@@ -74,6 +75,10 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
             A function that takes a dataset row and returns the row's simulated user, or `None`. The user is a function
             (sync or async): it gets the messages, which end with the model's answer, and returns the next user message,
             or `None` to end the conversation.
+        agent (`Callable` or `list[str]`, *optional*):
+            An agent with a loop of its own, in place of `tools`, `environment_factory` and `user`: a function (sync or
+            async) that takes a dataset row and an OpenAI client, or a command. What it returns or prints reaches reward
+            functions as `agent_output`. See `docs/agents.md`.
         rollout_engine (`str` or [`agent_vllm.RolloutEngine`], *optional*, defaults to `"vllm"`):
             `"vllm"`, `"vllm-server"` (with `base_urls` in `rollout_engine_kwargs`), `"torch"`, or an engine built by
             you, which you close.
@@ -96,6 +101,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         tools: ToolsArgument = None,
         environment_factory: Factory | dict[str, Factory] | None = None,
         user: UserOfRow | None = None,
+        agent: Agent | None = None,
         rollout_engine: str | RolloutEngine = "vllm",
         chat_format: ChatFormat | None = None,
         redact_rollouts: Redact | None = None,
@@ -105,7 +111,7 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = AgentGRPOConfig(f"{name.split('/')[-1]}-AgentGRPO")
         check_arguments(args, model, rollout_engine, kwargs)
-        self._check_rows(args, tools, environment_factory, user, train_dataset, eval_dataset)
+        self._check_rows(args, tools, environment_factory, user, train_dataset, eval_dataset, agent)
         super().__init__(
             model,
             reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,

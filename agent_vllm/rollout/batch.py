@@ -7,7 +7,7 @@ trajectory that was asked for is returned, in order, whatever happens to the oth
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.environments import User, user_suffix_ids
 from agent_vllm.errors import ChatTemplateError
-from agent_vllm.rollout.episode import Episode, RolloutContext, RolloutTask
+from agent_vllm.rollout.episode import Episode, RolloutTask
 from agent_vllm.rollout.garbage import rare_full_collections
+from agent_vllm.rollout.sampler import RolloutContext, TurnSampler
 from agent_vllm.rollout.status import RolloutStatus
 from agent_vllm.settings import Limits, SamplingParams
 from agent_vllm.tools import Tool, ToolInterrupted, ToolRunner, tools_by_name
@@ -196,7 +197,7 @@ async def rollout_batch_async(
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_strings=stop_strings
     )
-    _check_options(num_generations, thinking_ratio)
+    check_options(num_generations, thinking_ratio)
     tasks = _tasks(messages_batch, tools_batch, users_batch, failed_batch)
     _check_users(chat, tasks, num_generations)
     limits = limits or Limits()
@@ -210,14 +211,15 @@ async def rollout_batch_async(
     context.status.num_trajectories += len(tasks) * num_generations
     seed = engine.next_seed() if seed is None else seed
     episodes = list(_episodes(context, chat, tasks, num_generations, thinking_ratio, seed))
-    return await _run_all(episodes)
+    return await run_all(episode.run() for episode in episodes)
 
 
-async def _run_all(episodes: Sequence[Episode]) -> list[Trajectory]:
+async def run_all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what the trajectories' coroutines return, in order; the first error ends all."""
     try:
         with rare_full_collections():
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(episode.run()) for episode in episodes]
+                running = [group.create_task(run) for run in runs]
     except BaseExceptionGroup as errors:
         error = _first(errors)
         raise (KeyboardInterrupt() if isinstance(error, ToolInterrupted) else error) from None
@@ -234,27 +236,44 @@ def _episodes(
 ) -> Iterator[Episode]:
     """Yield the G episodes of each task; those of one task share the work on its prompt."""
     formats = _formats(chat, thinking_ratio)
-    rollout = uuid.uuid4().hex[:8]
     prompts = [_prompts(formats, task) for task in tasks]
     _refuse_if_none_is_written(prompts)
-    for row, task in enumerate(tasks):
-        prompt = prompts[row]
+    options = (num_generations, thinking_ratio, seed)
+    samplers = turn_samplers(context, chat, len(tasks), *options)
+    for task, prompt, of_row in zip(tasks, prompts, samplers, strict=True):
         if isinstance(prompt, ChatTemplateError):
             shown = [message for message in task.messages if isinstance(message, Mapping)]
             task = replace(task, messages=shown, error=task.error or str(prompt))
             prompt = {key: [chat.end_token_ids[0]] for key in formats}  # no row may be empty
+        for sampler in of_row:
+            yield Episode(task, prompt[sampler.thinking], sampler)
+
+
+def turn_samplers(
+    context: RolloutContext,
+    chat: ChatFormat,
+    num_rows: int,
+    num_generations: int,
+    thinking_ratio: float | None,
+    seed: int,
+) -> Iterator[list[TurnSampler]]:
+    """Yield the samplers of each row's G trajectories; the same seed gives the same ones."""
+    formats = _formats(chat, thinking_ratio)
+    rollout = uuid.uuid4().hex[:8]
+    for row in range(num_rows):
+        of_row = []
         for generation in range(num_generations):
             seeds = random.Random(f"{seed}/{row}/{generation}")
             thinking = None if thinking_ratio is None else seeds.random() < thinking_ratio
-            yield Episode(
-                task,
-                context,
+            sampler = TurnSampler(
+                context=context,
                 chat=formats[thinking],
-                prompt_ids=prompt[thinking],
                 thinking=thinking,
                 affinity=f"rollout {rollout}, row {row}, sample {generation}",
                 seeds=seeds,
             )
+            of_row.append(sampler)
+        yield of_row
 
 
 def _prompts(
@@ -316,7 +335,7 @@ def _column(
     return values
 
 
-def _check_options(num_generations: int, thinking_ratio: float | None) -> None:
+def check_options(num_generations: int, thinking_ratio: float | None) -> None:
     if num_generations < 1:
         raise ValueError(f"`num_generations` must be 1 or more, got {num_generations}.")
     if thinking_ratio is not None and not 0 <= thinking_ratio <= 1:

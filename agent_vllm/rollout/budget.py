@@ -22,6 +22,10 @@ class Used:
     elapsed_s: float = 0.0  # since the rollout began
     turn_started_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_completion_tokens
+
     def plus_turn(self, num_tokens: int) -> "Used":
         """Count a sampled turn."""
         return replace(self.plus_suffix(num_tokens), num_turns=self.num_turns + 1)
@@ -59,7 +63,7 @@ class Budget:
 
     @property
     def context_left(self) -> int:
-        return self.max_model_len - self.used.num_prompt_tokens - self.used.num_completion_tokens
+        return self.max_model_len - self.used.num_tokens
 
     @property
     def completion_left(self) -> int:

@@ -1,12 +1,55 @@
-"""Cut tool results to fit what a trajectory has left.
+"""Show a trajectory what follows a turn: tool results, cut to what is left, or a user's message.
 
 Pure: knows no engine and no clock. Invariant: what is returned fits, or nothing is returned.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from agent_vllm.chat import ChatFormat
+from agent_vllm.environments import user_suffix_ids
+from agent_vllm.rollout.budget import Budget
+from agent_vllm.rollout.story import Story
+from agent_vllm.tools import Tool
 from agent_vllm.types import ToolResult
+
+
+def with_results(
+    story: Story, chat: ChatFormat, tools: Sequence[Tool], budget: Budget, *, is_last: bool
+) -> Story | None:
+    """Return the story with the results of its last turn's calls; None if they don't fit at all.
+
+    Args:
+        is_last: no turn follows them.
+    """
+    ids, shown = fit_results(
+        [record.result for record in story.turns[-1].calls],
+        room=budget.room if is_last else budget.room - 1,  # for a next token
+        max_result_tokens=budget.limits.max_tool_result_tokens,
+        write=functools.partial(
+            chat.suffix_ids,
+            tools=tools,
+            last_token_id=story.last_token_id,
+            add_generation_prompt=not is_last,
+        ),
+        truncate=chat.truncate,
+    )
+    return None if ids is None else story.plus_suffix(ids, [result.message for result in shown])
+
+
+def with_user_message(
+    story: Story, chat: ChatFormat, tools: Sequence[Tool], budget: Budget, message: str
+) -> Story | None:
+    """Return the story with a user's message after its last answer; None if no token fits after it.
+
+    Raises:
+        ChatTemplateError: the template can't be extended by a user's message.
+    """
+    ids = user_suffix_ids(chat, message, tools, last_token_id=story.last_token_id)
+    if len(ids) >= budget.room:
+        return None
+    return story.plus_suffix(ids, [{"role": "user", "content": message}])
 
 
 def fit_results(

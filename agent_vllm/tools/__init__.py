@@ -19,7 +19,7 @@ from agent_vllm.tools.results import (
 from agent_vllm.tools.runner import ToolRunner
 from agent_vllm.tools.selection import select_tools
 from agent_vllm.tools.tool import Tool, as_tool, row_function, tool_name, tools_by_name
-from agent_vllm.tools.workers import Worker, shared_loop
+from agent_vllm.tools.workers import Worker, call_in_thread, shared_loop
 
 __all__ = [
     "MAX_RESULT_CHARS",
@@ -30,6 +30,7 @@ __all__ = [
     "ToolRunner",
     "Worker",
     "as_tool",
+    "call_in_thread",
     "encode_result",
     "failure",
     "isolated",

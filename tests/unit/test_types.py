@@ -83,6 +83,7 @@ def test_which_endings_are_cut_off_and_which_are_unfinished():
         StopReason.ENGINE_ERROR,
         StopReason.USER_ERROR,
         StopReason.ENVIRONMENT_ERROR,
+        StopReason.AGENT_ERROR,
     }
     assert unfinished == {*truncated, StopReason.MAX_TURNS, StopReason.INVALID_CALLS}
 
@@ -230,5 +231,6 @@ def test_failures_are_not_the_models():
         StopReason.ENGINE_ERROR,
         StopReason.USER_ERROR,
         StopReason.ENVIRONMENT_ERROR,
+        StopReason.AGENT_ERROR,
     ]
     assert all(reason.is_truncated for reason in failures)
