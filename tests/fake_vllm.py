@@ -54,7 +54,8 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, model_path, port=0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.label = "default"
+        self.label = "default"  # what its worker calls the weights
+        self.sizes = model_sizes(AutoConfig.from_pretrained(model_path))
         self.bodies = {}
         self.is_down = threading.Event()
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -73,25 +74,35 @@ class FakeServer(ThreadingHTTPServer):
         self.answers = {
             "/version": {"version": "0.31.0"},
             "/server_info": lambda body: {"vllm_config": self.config},
-            "/collective_rpc": {"results": [model_sizes(AutoConfig.from_pretrained(model_path))]},
+            "/collective_rpc": self.call_worker,
             "/get_world_size": {"world_size": 1},
             "/is_paused": {"is_paused": False},
-            "/weight_info": lambda body: {"weight_version": self.label},
             "/tokenize": lambda body: {
                 "tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)
             },
             "/inference/v1/generate": completion,
-            "/update_weight_version": lambda body: self.name_weights(body["new_version"]),
-            "/finish_weight_update": lambda body: self.name_weights(body["weight_version"]),
             "/reset_prefix_cache": {"success": True},
             **{f"/{name}": {} for name in ("pause", "resume", "abort_requests")},
+            "/update_weight_version": {},
             "/start_weight_update": {},
-            "/update_weights": {},
+            "/update_weights": lambda body: self.name_weights(None),
+            "/finish_weight_update": {},
         }
 
     def name_weights(self, label):
         self.label = label
         return {}
+
+    def call_worker(self, body):
+        """As the methods of the worker extension."""
+        match body["method"]:
+            case "model_sizes":
+                return {"results": [self.sizes]}
+            case "weights_name":
+                return {"results": [self.label]}
+            case "name_weights":
+                self.name_weights(*body["args"])
+                return {"results": [None]}
 
     def stop(self):
         """As a process that is killed: its connections end, its port is free."""
@@ -131,7 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
         if answer in (HANG, DROP) or self.server.is_down.is_set():
             self.close_connection = True
             if answer is DROP:
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+                self.wfile.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 99\r\n\r\n{"
+                )
             return
         code = answer.code if isinstance(answer, Status) else 200
         text = answer.text if isinstance(answer, Status) else json.dumps(answer)

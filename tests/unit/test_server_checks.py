@@ -46,11 +46,6 @@ WRONG = {
     "version": ("/version", {"version": "0.30.2"}, r"runs vLLM 0\.30\.2; the engine needs"),
     "no development routes": ("/server_info", Status(404), "Set VLLM_SERVER_DEV_MODE=1"),
     "no token routes": ("/inference/v1/generate", Status(404), "enable-scale-out"),
-    "another model": (
-        "/collective_rpc",
-        {"results": [{"model_type": "llama", "vocab_size": 7}]},
-        "serves another model.*'vocab_size': 7",
-    ),
     "a smaller vocabulary": (
         "/inference/v1/generate",
         Status(400, "Token id 402 is out of vocabulary"),
@@ -67,6 +62,19 @@ def test_a_wrong_server_is_refused(agent_path, server, what):
     path, answer, message = WRONG[what]
     server.answers[path] = answer
     with pytest.raises(VLLMServerError, match=message):
+        build(agent_path, server)
+
+
+def test_another_model_is_refused(agent_path, server):
+    server.sizes = {"model_type": "llama", "vocab_size": 7}
+    with pytest.raises(VLLMServerError, match=r"serves another model.*'vocab_size': 7"):
+        build(agent_path, server)
+
+
+@pytest.mark.parametrize("extension", [None, "somebody.elses.Extension"])
+def test_a_server_without_our_worker_extension_is_refused(agent_path, server, extension):
+    server.config["parallel_config"]["worker_extension_cls"] = extension
+    with pytest.raises(VLLMServerError, match=f"worker extension.*got .*{extension}"):
         build(agent_path, server)
 
 
