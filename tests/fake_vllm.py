@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from transformers import AutoConfig, AutoTokenizer
@@ -54,6 +54,8 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, model_path, port=0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.gpu_id = None
+        self.key = None  # what vLLM's `--api-key` guards the token routes with
         self.label = "default"  # what its worker calls the weights
         self.sizes = model_sizes(AutoConfig.from_pretrained(model_path))
         self.bodies = {}
@@ -100,6 +102,8 @@ class FakeServer(ThreadingHTTPServer):
                 return {"results": [self.sizes]}
             case "weights_name":
                 return {"results": [self.label]}
+            case "gpu_id":
+                return {"results": [self.gpu_id]}
             case "name_weights":
                 self.name_weights(*body["args"])
                 return {"results": [None]}
@@ -112,9 +116,11 @@ class FakeServer(ThreadingHTTPServer):
 
 
 class Status:
-    def __init__(self, code, text=""):
+    def __init__(self, code, text="", *, headers=None, send=None):
         self.code = code
         self.text = text
+        self.headers = headers or {}
+        self.send = send  # writes the whole answer by itself
 
 
 HANG, DROP = Status("hang"), Status("drop")
@@ -135,6 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(size) or "null")
         self.server.bodies.setdefault(path, []).append(body)
         answer = self.server.answers.get(path, Status(404, "Not Found"))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.server.key is not None and path.startswith("/inference"):
+            answer = answer if token == self.server.key else Status(401, f"Unauthorized: {token}")
         if callable(answer):
             answer = answer(body)
         if answer is HANG:
@@ -147,13 +156,20 @@ class _Handler(BaseHTTPRequestHandler):
                     b"Content-Length: 99\r\n\r\n{"
                 )
             return
-        code = answer.code if isinstance(answer, Status) else 200
-        text = answer.text if isinstance(answer, Status) else json.dumps(answer)
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text.encode())))
+        if not isinstance(answer, Status):
+            answer = Status(200, json.dumps(answer))
+        if answer.send is not None:
+            self.close_connection = True
+            with suppress(OSError):  # the client has gone
+                answer.send(self.wfile)
+            return
+        self.send_response(answer.code)
+        self.send_header("Content-Length", str(len(answer.text.encode())))
+        for name, value in ({"Content-Type": "application/json"} | answer.headers).items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        with suppress(OSError):
+            self.wfile.write(answer.text.encode())
 
     def log_message(self, *_):
         pass

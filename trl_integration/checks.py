@@ -68,6 +68,11 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
             "`rollout_func` is refused: the rollout engine makes the rollouts. Write a tool, an "
             "environment (docs/environments.md) or an engine (docs/engines.md)."
         )
+    if "api_key" in (args.rollout_engine_kwargs or ()):
+        raise ValueError(
+            "`rollout_engine_kwargs` must not hold an `api_key`: a trainer's arguments are logged and saved. "
+            "Set VLLM_API_KEY instead."
+        )
     if args.vllm_enable_sleep_mode:
         if rollout_engine != "vllm":
             raise ValueError(

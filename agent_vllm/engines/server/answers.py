@@ -137,8 +137,8 @@ class ModelSizes(ServerAnswer):
     results: list[dict[str, Any]] = Field(min_length=1)  # one per worker
 
 
-class WeightNames(ServerAnswer):
-    """`/collective_rpc` of the worker extension's `weights_name`."""
+class WorkerTexts(ServerAnswer):
+    """`/collective_rpc` of the worker extension's `weights_name` and `gpu_id`."""
 
     results: list[Text | None] = Field(min_length=1)  # one per worker
 

@@ -28,7 +28,7 @@ from agent_vllm.engines.server.answers import (
     ServerInfo,
     Tokenized,
     VLLMVersion,
-    WeightNames,
+    WorkerTexts,
     WorldSize,
 )
 from agent_vllm.engines.server.http import JsonClient
@@ -135,12 +135,16 @@ class ServerClient(JsonClient):
         answer = await self.post("/collective_rpc", ModelSizes, {"method": "model_sizes"})
         return answer.results[0]
 
+    async def gpu_ids(self) -> list[str | None]:
+        """Return what identifies each worker's GPU, as `models.gpu_id` does."""
+        return (await self.post("/collective_rpc", WorkerTexts, {"method": "gpu_id"})).results
+
     async def weights_name(self) -> str | None:
         """Return the name that was given to its weights; None if they changed since.
 
         "default" names those that it was started with.
         """
-        answer = await self.post("/collective_rpc", WeightNames, {"method": "weights_name"})
+        answer = await self.post("/collective_rpc", WorkerTexts, {"method": "weights_name"})
         names = set(answer.results)
         return names.pop() if len(names) == 1 else None
 

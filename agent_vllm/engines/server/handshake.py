@@ -15,12 +15,17 @@ from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.learner import ModelSource
-from agent_vllm.engines.models import model_sizes
+from agent_vllm.engines.models import model_sizes, own_gpu_id
 from agent_vllm.engines.request import GenerationRequest
 from agent_vllm.engines.server.answers import ServerConfig
 from agent_vllm.engines.server.client import ServerClient
 from agent_vllm.engines.server.http import KeyRefusedError, NoAnswerError, RefusedError
-from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
+from agent_vllm.engines.server.weight_transfer import (
+    BACKENDS,
+    NCCL_BACKEND,
+    UNFINISHED,
+    is_first_rank,
+)
 from agent_vllm.errors import EngineError, VLLMServerError
 from agent_vllm.settings import SamplingParams
 
@@ -82,6 +87,8 @@ async def _check(
     model = config.served
     backend = _check_settings(client, config, max_model_len)
     await _check_sizes(client, source, model.model)
+    if backend == NCCL_BACKEND:
+        await _check_gpu(client)
     weights_name = await client.weights_name() or UNFINISHED
     if weights_name == UNFINISHED:
         await _drop_update(client)
@@ -147,6 +154,17 @@ def _check_settings(client: ServerClient, config: ServerConfig, max_model_len: i
             f"{backend!r}. {_START}"
         )
     return backend
+
+
+async def _check_gpu(client: ServerClient) -> None:
+    """Check that the learner's process, if it sends weights, is on none of the server's GPUs."""
+    own = own_gpu_id()
+    if own is not None and is_first_rank() and own in await client.gpu_ids():
+        raise VLLMServerError(
+            f"{client.url} serves on the learner's own GPU, which NCCL refuses. Start it with "
+            "`agent-vllm serve MODEL --same-gpu`, give it another GPU with CUDA_VISIBLE_DEVICES, "
+            'or use rollout_engine="vllm".'
+        )
 
 
 async def _check_sizes(client: ServerClient, source: ModelSource, model: str) -> None:

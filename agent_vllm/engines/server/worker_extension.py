@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from agent_vllm.engines.models import model_sizes
+from agent_vllm.engines.models import gpu_id, model_sizes
 from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, STARTED
 from agent_vllm.engines.vllm.cpu import skip_rank_compilation
 
@@ -127,6 +127,10 @@ class WorkerExtension:
     def model_sizes(self) -> dict[str, Any]:
         """Return the served model's sizes, as `models.model_sizes` does for the learner."""
         return model_sizes(self.model_config.hf_config)  # type: ignore[attr-defined]
+
+    def gpu_id(self) -> str | None:
+        """Return what identifies this worker's GPU on its machine, or None on a CPU."""
+        return gpu_id(self.device)  # type: ignore[attr-defined]
 
     def name_weights(self, name: str) -> None:
         """Name the weights as they are now."""
