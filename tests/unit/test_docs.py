@@ -51,7 +51,7 @@ def command_lines(page):
     text = page.read_text("utf-8").replace("\\\n", " ")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines() if "agent-vllm" in line]
-    lines += re.findall(r"`(agent-vllm \S+ [^`]+)`", text)
+    lines += re.findall(r"`(agent-vllm [^\s`]+ [^`\n]+)`", text)
     for line in lines:
         words = [word.strip("[]") for word in shlex.split(line, comments=True)]
         program = next(index for index, word in enumerate(words) if word.endswith("agent-vllm"))

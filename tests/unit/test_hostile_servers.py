@@ -105,6 +105,7 @@ HOSTILE = {
     "infinite logprobs": changed(*CONTENT, value=[{"logprob": float("-inf")}] * 3),
     "positive logprobs": changed(*CONTENT, value=[{"logprob": 0.5}] * 3),
     "logprobs left out": changed(*CONTENT, value=[{}] * 3),
+    "logprobs of 1e308": changed(*CONTENT, value=[{"logprob": 1e308}] * 3),
     "content as an object": changed(*CONTENT, value={"logprob": -1}),
     "no logprobs": changed(*CHOICE, "logprobs", value=None),
     "another finish reason": changed(*CHOICE, "finish_reason", value="tool_calls"),
@@ -338,6 +339,12 @@ def test_a_missing_or_wrong_key_is_named_with_the_remedy(
     with pytest.raises(VLLMServerError, match=rf"401: the server {said}.*VLLM_API_KEY") as refused:
         create_rollout_engine("vllm-server", agent_path, base_urls=[guarded.url], api_key=key)
     assert "sk-old" not in str(refused.value) and "another model" not in str(refused.value)
+
+
+def test_a_key_that_is_no_header_is_refused_unseen(agent_path):
+    with pytest.raises(ValueError, match=r"`api_key` .*must be one line of ASCII") as refused:
+        create_rollout_engine("vllm-server", agent_path, base_urls=["a:1"], api_key=f"{KEY}\n")
+    assert KEY not in str(refused.value)
 
 
 def test_credentials_in_an_address_are_refused_unseen():

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from agent_vllm.engines.models import to_dtype
 
 Text = Annotated[str, Field(max_length=1000)]
+Logprob = Annotated[float, Field(le=100.0)]  # a logit, where vLLM's settings are wrong
 
 
 class ServerAnswer(BaseModel):
@@ -27,13 +28,13 @@ class LikelyToken(ServerAnswer):
     """Hold one of the most likely tokens at a position."""
 
     token: Text
-    logprob: float
+    logprob: Logprob
 
 
 class SampledToken(ServerAnswer):
     """Hold what is said of one sampled token."""
 
-    logprob: float
+    logprob: Logprob
     top_logprobs: list[LikelyToken] = []
 
 

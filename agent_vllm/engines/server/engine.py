@@ -74,7 +74,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
             default is a free one.
 
     Raises:
-        ValueError: an address or setting is none.
+        ValueError: an address, the key or a setting is invalid.
         VLLMServerError: a server can't be reached, has other settings, or differs from another.
     """
 
@@ -97,7 +97,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
 
         _check_arguments(base_urls, in_flight)
         urls = _different([server_url(url) for url in base_urls])
-        api_key = api_key or os.environ.get("VLLM_API_KEY") or None
+        api_key = _checked_key(api_key or os.environ.get("VLLM_API_KEY") or None)
         self._source = model_source(model, tokenizer)
         self._in_flight: InFlight = in_flight
         self._is_checked = False
@@ -124,7 +124,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 seed=seed,
             )
             self._transfer = BACKENDS[self._facts.backend](group_port)
-            self._fleet.members.label = self._facts.weights_name
+            self._fleet.members.label = None if has_weights else self._facts.weights_name
             self._thread.submit(self._fleet.members.watch())
             if not isinstance(model, str | Path):
                 self._sync(model, version=0)
@@ -303,3 +303,12 @@ def _different(urls: list[str]) -> list[str]:
     if len(set(urls)) < len(urls):
         raise ValueError(f"`base_urls` must name each server once, got {urls}.")
     return urls
+
+
+def _checked_key(key: str | None) -> str | None:
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "`api_key` (or VLLM_API_KEY) must be one line of ASCII text, got other characters. "
+            "Does it end with a line break?"
+        )
+    return key
