@@ -20,6 +20,7 @@ class Command:
 
     module: str
     help: str
+    takes_rest: bool = False  # what stands after `--` is `args.rest`
 
 
 COMMANDS: dict[str, Command] = {
@@ -36,7 +37,9 @@ COMMANDS: dict[str, Command] = {
         help="rewards, tensors and loss of recorded rollouts, without an engine",
     ),
     "serve": Command(
-        module="agent_vllm.engines.server.launcher", help="start a vLLM server for rollouts"
+        module="agent_vllm.engines.server.launcher",
+        help="start a vLLM server for rollouts",
+        takes_rest=True,
     ),
     "simulate": Command(
         module="agent_vllm.inspect.simulate.command",
@@ -55,7 +58,12 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(arguments[:1]).parse_args(arguments)
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    rest: list[str] = []
+    if command is not None and command.takes_rest and "--" in arguments:
+        end = arguments.index("--")
+        arguments, rest = arguments[:end], arguments[end + 1 :]
+    args = _parser(arguments[:1]).parse_args(arguments, argparse.Namespace(rest=rest))
     try:
         return args.run(args)
     except (AgentVLLMError, FileNotFoundError) as error:  # they say what to do

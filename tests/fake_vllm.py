@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from transformers import AutoConfig, AutoTokenizer
@@ -54,7 +54,10 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, model_path, port=0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.label = "default"
+        self.gpu_id = None
+        self.key = None  # what vLLM's `--api-key` guards the token routes with
+        self.label = "default"  # what its worker calls the weights
+        self.sizes = model_sizes(AutoConfig.from_pretrained(model_path))
         self.bodies = {}
         self.is_down = threading.Event()
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -73,25 +76,37 @@ class FakeServer(ThreadingHTTPServer):
         self.answers = {
             "/version": {"version": "0.31.0"},
             "/server_info": lambda body: {"vllm_config": self.config},
-            "/collective_rpc": {"results": [model_sizes(AutoConfig.from_pretrained(model_path))]},
+            "/collective_rpc": self.call_worker,
             "/get_world_size": {"world_size": 1},
             "/is_paused": {"is_paused": False},
-            "/weight_info": lambda body: {"weight_version": self.label},
             "/tokenize": lambda body: {
                 "tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)
             },
             "/inference/v1/generate": completion,
-            "/update_weight_version": lambda body: self.name_weights(body["new_version"]),
-            "/finish_weight_update": lambda body: self.name_weights(body["weight_version"]),
             "/reset_prefix_cache": {"success": True},
             **{f"/{name}": {} for name in ("pause", "resume", "abort_requests")},
+            "/update_weight_version": {},
             "/start_weight_update": {},
-            "/update_weights": {},
+            "/update_weights": lambda body: self.name_weights(None),
+            "/finish_weight_update": {},
         }
 
     def name_weights(self, label):
         self.label = label
         return {}
+
+    def call_worker(self, body):
+        """As the methods of the worker extension."""
+        match body["method"]:
+            case "model_sizes":
+                return {"results": [self.sizes]}
+            case "weights_name":
+                return {"results": [self.label]}
+            case "gpu_id":
+                return {"results": [self.gpu_id]}
+            case "name_weights":
+                self.name_weights(*body["args"])
+                return {"results": [None]}
 
     def stop(self):
         """As a process that is killed: its connections end, its port is free."""
@@ -101,9 +116,11 @@ class FakeServer(ThreadingHTTPServer):
 
 
 class Status:
-    def __init__(self, code, text=""):
+    def __init__(self, code, text="", *, headers=None, send=None):
         self.code = code
         self.text = text
+        self.headers = headers or {}
+        self.send = send  # writes the whole answer by itself
 
 
 HANG, DROP = Status("hang"), Status("drop")
@@ -124,6 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(size) or "null")
         self.server.bodies.setdefault(path, []).append(body)
         answer = self.server.answers.get(path, Status(404, "Not Found"))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.server.key is not None and path.startswith("/inference"):
+            answer = answer if token == self.server.key else Status(401, f"Unauthorized: {token}")
         if callable(answer):
             answer = answer(body)
         if answer is HANG:
@@ -131,15 +151,25 @@ class _Handler(BaseHTTPRequestHandler):
         if answer in (HANG, DROP) or self.server.is_down.is_set():
             self.close_connection = True
             if answer is DROP:
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+                self.wfile.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 99\r\n\r\n{"
+                )
             return
-        code = answer.code if isinstance(answer, Status) else 200
-        text = answer.text if isinstance(answer, Status) else json.dumps(answer)
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text.encode())))
+        if not isinstance(answer, Status):
+            answer = Status(200, json.dumps(answer))
+        if answer.send is not None:
+            self.close_connection = True
+            with suppress(OSError):  # the client has gone
+                answer.send(self.wfile)
+            return
+        self.send_response(answer.code)
+        self.send_header("Content-Length", str(len(answer.text.encode())))
+        for name, value in ({"Content-Type": "application/json"} | answer.headers).items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        with suppress(OSError):
+            self.wfile.write(answer.text.encode())
 
     def log_message(self, *_):
         pass

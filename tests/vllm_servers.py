@@ -22,11 +22,14 @@ class RealServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
-        command = serve_command(model_path, port=self.port, dtype="float32", max_num_seqs=32)
+        self._command = serve_command(model_path, port=self.port, dtype="float32", max_num_seqs=32)
+        self.start()
+
+    def start(self):
         environment = serve_environment(os.environ) | {"VLLM_LOGGING_LEVEL": "WARNING"}
-        with open(log_path, "w") as log:
+        with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
+                self._command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait_until_ready(self):

@@ -59,6 +59,11 @@ def check_arguments(args: Any, model: Any, rollout_engine: Any, kwargs: dict[str
     if rollout_engine == "vllm":
         further = cast(dict[str, Any], args.rollout_engine_kwargs or {}).get("engine_args")
         check_engine_args(further or {}, is_checkpoint=False)
+    if "api_key" in (args.rollout_engine_kwargs or ()):
+        raise ValueError(
+            "`rollout_engine_kwargs` must not hold an `api_key`: a trainer's arguments are logged and saved. "
+            "Set VLLM_API_KEY instead."
+        )
     if args.vllm_enable_sleep_mode:
         check_sleep_mode()
     _check_correction(args)

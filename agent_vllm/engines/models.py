@@ -55,6 +55,18 @@ def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
+def gpu_id(device: torch.device) -> str | None:
+    """Return what identifies a GPU in every process, or None for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def own_gpu_id() -> str | None:
+    """Return what identifies the GPU that this process uses, or None if it uses none."""
+    if not torch.cuda.is_initialized():
+        return None
+    return gpu_id(torch.device("cuda", torch.cuda.current_device()))
+
+
 def model_sizes(config: Any) -> dict[str, Any]:
     """Return the sizes that identify a model's shape, under the config's own names."""
     text = config.get_text_config()

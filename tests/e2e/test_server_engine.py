@@ -228,7 +228,7 @@ def test_an_update_that_was_never_finished_is_mended_by_the_next_trainer(
     model, tokenizer = agent
     for server in servers:  # where a trainer can have been killed
         post(server, "/pause?mode=abort")
-        post(server, "/update_weight_version", {"new_version": "unfinished"})
+        post(server, "/collective_rpc", {"method": "name_weights", "args": ["unfinished"]})
         post(server, "/start_weight_update")
     urls = [server.url for server in servers]
     with VLLMServerRolloutEngine(model, tokenizer, base_urls=urls) as second:
@@ -241,6 +241,23 @@ def test_an_update_that_leaves_weights_out_is_refused(engine, servers):
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(server, "/update_weights", {"update_info": {"is_complete": True}})
     assert "No weights came for" in refused.value.read().decode()
+
+
+def test_weights_that_somebody_else_loads_are_noticed_before_their_tokens_are_used(
+    engine, agent, agent_path, servers, caplog
+):
+    new = moved(AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32"), 3)
+    engine.update_policy(new)
+    label = json.loads(urllib.request.urlopen(f"{servers[0].url}/weight_info").read())
+    post(servers[0], "/collective_rpc", {"method": "reload_weights"})  # those on disk
+    assert json.loads(urllib.request.urlopen(f"{servers[0].url}/weight_info").read()) == label
+    with caplog.at_level(logging.WARNING):
+        trajectories = sample(engine, agent[1], 1.0)
+    assert distance(new, trajectories, 1.0) <= TOLERANCE
+    out = [message for message in caplog.messages if "somebody else wrote to it" in message]
+    assert len(out) == 1 and out[0].startswith(f"{servers[0].url} is out")
+    engine.update_policy(new)
+    assert [server.is_in for server in engine._fleet.members.servers] == [True, True]
 
 
 TRAINER = """
@@ -312,7 +329,7 @@ def test_the_trainer_trains_with_servers(new_trainer, servers):
         assert log["rollout/stop_reason/engine_error"] == 0.0
 
 
-# ---- the last one: it ends a server ----
+# ---- the last ones: they end a server ----
 
 
 def killing(tool, server):
@@ -347,4 +364,24 @@ def test_a_server_that_is_killed_in_a_rollout_loses_nothing(engine, agent, serve
     places = {name.split(", ", 1)[1] for name in names}  # after the rollout's own name
     assert places <= {f"row {row}, sample 0" for row in range(12)}
     engine.update_policy(model)  # goes on with who is left
+    assert distance(model, sample(engine, tokenizer, 1.0), 1.0) <= TOLERANCE
+
+
+def test_a_server_that_is_killed_and_started_again_between_updates_is_used_again(
+    engine, agent, servers
+):
+    model, tokenizer = agent
+    server = servers[0]
+    if server.process.poll() is None:
+        server.kill()
+    server.start()
+    server.wait_until_ready()
+    engine.update_policy(moved(model, 4))
+    before = [s.incarnation for s in engine._fleet.members.servers]
+    assert [s.is_in for s in engine._fleet.members.servers] == [True, True]
+    server.kill()  # and again, with nobody asking in between
+    server.start()
+    server.wait_until_ready()
+    engine.update_policy(moved(model, 5))
+    assert [s.incarnation for s in engine._fleet.members.servers] == [before[0] + 1, before[1]]
     assert distance(model, sample(engine, tokenizer, 1.0), 1.0) <= TOLERANCE

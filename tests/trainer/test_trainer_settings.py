@@ -242,3 +242,11 @@ def test_a_dataset_that_can_not_fill_a_batch_is_refused_with_both_numbers(parts)
     with pytest.raises(ValueError, match=r"at least 4 rows, got 2: .* 8 samples, 2 per prompt"):
         trainer.train()
     trainer.close()
+
+
+def test_a_key_among_the_arguments_would_be_logged_and_is_refused(parts):
+    arguments, common = parts
+    args = AgentGRPOConfig(**common, rollout_engine_kwargs={"api_key": "sk-1"})
+    with pytest.raises(ValueError, match=r"must not hold an `api_key`.*VLLM_API_KEY") as refused:
+        AgentGRPOTrainer(**arguments, args=args, rollout_engine="vllm-server")
+    assert "sk-1" not in str(refused.value)

@@ -3,9 +3,12 @@
 import ast
 import importlib
 import re
+import shlex
 
 import pytest
 from paths import ROOT
+
+from agent_vllm.cli import COMMANDS, main
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("agent_vllm", "trl_integration")
@@ -38,6 +41,46 @@ def test_a_name_that_does_not_exist_is_found():
 
 def test_the_quickstart_has_blocks_to_check():
     assert len(python_blocks(ROOT / "docs" / "quickstart.md")) >= 4
+
+
+# ---- the command lines ----
+
+
+def command_lines(page):
+    """Every `agent-vllm ...` of a page, in a block of shell or in a sentence."""
+    text = page.read_text("utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if "agent-vllm" in line]
+    lines += re.findall(r"`(agent-vllm [^\s`]+ [^`\n]+)`", text)
+    for line in lines:
+        words = [word.strip("[]") for word in shlex.split(line, comments=True)]
+        program = next(index for index, word in enumerate(words) if word.endswith("agent-vllm"))
+        yield words[program + 1 :]
+
+
+LINES = {shlex.join(words): words for page in PAGES for words in command_lines(page)}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_documented_command_line_is_one(line, monkeypatch):
+    ran = []
+    for command in COMMANDS.values():
+        module = importlib.import_module(command.module)
+        monkeypatch.setattr(module, "run", lambda args: ran.append(args) or 0)
+    if line == "--version":
+        with pytest.raises(SystemExit, match="0"):
+            main(LINES[line])
+    else:
+        assert main(LINES[line]) == 0 and len(ran) == 1
+
+
+def test_the_pages_hold_command_lines_of_every_command():
+    assert COMMANDS.keys() <= {words[0] for words in LINES.values()}
+
+
+def test_a_command_line_that_is_none_is_noticed():
+    with pytest.raises(SystemExit):
+        main(["view", "rollouts.jsonl", "--no-such-option"])
 
 
 # ---- the FAQ quotes real messages ----

@@ -8,6 +8,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from agent_vllm import create_rollout_engine
+from agent_vllm.cli import main
+from agent_vllm.engines.server import launcher
 from agent_vllm.engines.server.launcher import check_port, serve_command, serve_environment
 from agent_vllm.errors import VLLMServerError
 
@@ -46,11 +48,6 @@ WRONG = {
     "version": ("/version", {"version": "0.30.2"}, r"runs vLLM 0\.30\.2; the engine needs"),
     "no development routes": ("/server_info", Status(404), "Set VLLM_SERVER_DEV_MODE=1"),
     "no token routes": ("/inference/v1/generate", Status(404), "enable-scale-out"),
-    "another model": (
-        "/collective_rpc",
-        {"results": [{"model_type": "llama", "vocab_size": 7}]},
-        "serves another model.*'vocab_size': 7",
-    ),
     "a smaller vocabulary": (
         "/inference/v1/generate",
         Status(400, "Token id 402 is out of vocabulary"),
@@ -67,6 +64,19 @@ def test_a_wrong_server_is_refused(agent_path, server, what):
     path, answer, message = WRONG[what]
     server.answers[path] = answer
     with pytest.raises(VLLMServerError, match=message):
+        build(agent_path, server)
+
+
+def test_another_model_is_refused(agent_path, server):
+    server.sizes = {"model_type": "llama", "vocab_size": 7}
+    with pytest.raises(VLLMServerError, match=r"serves another model.*'vocab_size': 7"):
+        build(agent_path, server)
+
+
+@pytest.mark.parametrize("extension", [None, "somebody.elses.Extension"])
+def test_a_server_without_our_worker_extension_is_refused(agent_path, server, extension):
+    server.config["parallel_config"]["worker_extension_cls"] = extension
+    with pytest.raises(VLLMServerError, match=f"worker extension.*got .*{extension}"):
         build(agent_path, server)
 
 
@@ -179,3 +189,77 @@ def test_the_launcher_sets_all_that_is_checked(agent_path):
     assert command[-2:] == ["--seed", "3"]
     environment = serve_environment({"OMP_NUM_THREADS": "2"})
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.fixture
+def serve(agent_path, monkeypatch, capsys):
+    """Run `agent-vllm serve` up to the moment when it becomes vLLM."""
+
+    def serve(*words):
+        became = []
+        monkeypatch.setattr("os.execve", lambda *call: became.append(call[1:]))
+        main(["serve", str(agent_path), "--port", "0", *words])
+        ((command, environment),) = became
+        return command, environment, capsys.readouterr()
+
+    return serve
+
+
+def test_what_stands_behind_two_dashes_goes_to_vllm_as_it_is(serve):
+    command, _, printed = serve("--", "--tensor-parallel-size", "2", "--", "--seed=3")
+    assert command[-4:] == ["--tensor-parallel-size", "2", "--", "--seed=3"]
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [
+        (["--host", "0.0.0.0"], "0.0.0.0"),
+        (["--host", "10.0.0.5"], "10.0.0.5"),
+        (["--", "--host=::"], "::"),
+    ],
+)
+def test_an_open_host_warns_that_weights_can_be_replaced(serve, monkeypatch, words, host):
+    monkeypatch.setattr(launcher, "check_port", lambda host, port: None)
+    assert f"Warning: this server listens on {host}. Whoever" in serve(*words)[2].err
+
+
+@pytest.mark.parametrize("words", [[], ["--host", "localhost"], ["--host", "127.0.0.1"]])
+def test_a_closed_host_does_not(serve, words):
+    assert serve(*words)[2].err == ""
+
+
+def test_a_key_goes_into_the_environment_and_is_not_printed(serve):
+    command, environment, printed = serve("--api-key", "sk-1")
+    assert environment["VLLM_API_KEY"] == "sk-1"
+    assert not [word for word in command if "sk-1" in word] and "sk-1" not in str(printed)
+    assert "VLLM_API_KEY" not in serve_environment({})
+
+
+def test_a_key_behind_two_dashes_would_be_visible_and_is_refused(serve):
+    with pytest.raises(SystemExit, match=r"`--api-key` must not stand after `--`") as refused:
+        serve("--", "--api-key", "sk-1")
+    assert "sk-1" not in str(refused.value)
+
+
+def test_on_the_learners_gpu_weights_come_through_memory(agent_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    commands = [" ".join(serve_command(agent_path, same_gpu=same)) for same in (False, True)]
+    assert ['{"backend": "nccl"}' in text for text in commands] == [True, False]
+    assert ['{"backend": "trainer_memory"}' in text for text in commands] == [False, True]
+    assert ["--gpu-memory-utilization 0.3" in text for text in commands] == [False, True]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("theirs", "is_refused"), [("GPU-1", True), ("GPU-2", False)])
+def test_a_server_on_the_learners_gpu_is_refused_with_nccl(
+    agent_path, server, monkeypatch, theirs, is_refused
+):
+    server.config["weight_transfer_config"] = {"backend": "nccl"}
+    server.gpu_id = theirs
+    monkeypatch.setattr("agent_vllm.engines.server.handshake.own_gpu_id", lambda: "GPU-1")
+    if is_refused:
+        with pytest.raises(VLLMServerError, match=r"on the learner's own GPU.*--same-gpu"):
+            build(agent_path, server)
+    else:
+        build(agent_path, server).close()

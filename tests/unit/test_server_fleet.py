@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 
 import pytest
 from fake_vllm import DROP, HANG, TOKEN, Status, completion, eventually, fake_server
@@ -150,8 +149,8 @@ def test_a_silent_server_is_noticed_by_looking_at_it(build, servers):
     first, second = servers
     engine = build(first, second, health_interval_s=0.05)
     first.answers[GENERATE] = HANG
-    first.answers["/weight_info"] = lambda body: (
-        {"weight_version": "default"} if not first.bodies.get(GENERATE) else Status(500, "dead")
+    first.answers["/collective_rpc"] = lambda body: (
+        first.call_worker(body) if not first.bodies.get(GENERATE) else Status(500, "dead")
     )
 
     async def both():
@@ -172,26 +171,88 @@ def test_with_no_server_left_the_error_says_why_each_is_out(build, servers):
         generate(engine)
 
 
-def test_a_server_that_was_started_again_gets_no_request_before_it_has_the_weights(
-    build, servers, agent_path, caplog
-):
-    first, second = servers
-    engine = build(first, second, health_interval_s=0.01)
+@pytest.fixture
+def synced(build, servers, agent_path):
+    """An engine that has sent its weights to both servers, and the learner."""
+    engine = build(*servers)
     model = AutoModelForCausalLM.from_pretrained(agent_path, dtype="float32")
     engine._is_checked = True  # a stand-in has no weights to compare
     engine.update_policy(model)
+    return engine, model
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pytest.param("default", id="started again"),
+        pytest.param(None, id="written to by somebody else"),
+        pytest.param("1:0f", id="named by somebody else"),
+    ],
+)
+def test_tokens_of_other_weights_are_dropped_until_the_server_has_the_right_ones(
+    synced, servers, caplog, shown
+):
+    (first, second), (engine, model) = servers, synced
     assert first.label == second.label != "default"
-    first.name_weights("default")  # as one that was killed and started again
-    time.sleep(0.1)  # which takes longer than a look at it lasts
-    for _ in range(4):
-        generate(engine)
-    assert len(request_ids(first)) == 0 and len(request_ids(second)) == 4
-    assert any("it was started again" in message for message in caplog.messages)
+    first.name_weights(shown)
+    assert [generate(engine).token_ids for _ in range(4)] == [[TOKEN] * 3] * 4
+    assert len(request_ids(first)) == 1  # what it sampled is dropped
+    assert len(request_ids(second)) == 4
+    assert any(f"its weights are {shown!r}, not" in message for message in caplog.messages)
     engine.update_policy(model)
     assert first.label == second.label
     for number in range(4):
         generate(engine, affinity=f"row {number}")
-    assert len(request_ids(first)) > 0
+    assert len(request_ids(first)) > 1
+
+
+def test_each_update_has_a_name_that_nobody_else_gives(build, servers, agent_path, synced):
+    (first, _), (engine, model) = servers, synced
+    names = [first.label]
+    for _ in range(2):
+        engine.update_policy(model)
+        names.append(first.label)
+    versions, numbers = zip(*(name.split(":") for name in names), strict=True)
+    assert versions == ("1", "2", "3") and len(set(numbers)) == 3
+    assert {len(number) for number in numbers} == {32}
+
+
+def test_with_other_weights_everywhere_the_error_names_them(synced, servers):
+    engine, _ = synced
+    for server in servers:
+        server.name_weights(None)
+    with pytest.raises(EngineError, match=r"No server is left.*its weights are None, not '1:"):
+        generate(engine)
+
+
+def test_many_answers_share_one_question_for_the_weights(synced, servers):
+    engine, _ = synced
+    for server in servers:
+        server.bodies.clear()
+
+    async def many():
+        rows = range(64)
+        await asyncio.gather(*(engine.generate([20, 30 + n], max_new_tokens=3) for n in rows))
+
+    asyncio.run(many())
+    assert sum(len(server.bodies[GENERATE]) for server in servers) == 64
+    assert sum(len(server.bodies["/collective_rpc"]) for server in servers) < 48
+
+
+@pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/pause"])
+def test_a_server_that_fails_in_an_update_is_out_and_the_other_goes_on(
+    synced, servers, caplog, route
+):
+    (first, second), (engine, model) = servers, synced
+    works, first.answers[route] = first.answers[route], Status(500, "out of luck")
+    assert engine.update_policy(model) == 2
+    first.bodies.clear()
+    assert [generate(engine).policy_version for _ in range(4)] == [2] * 4
+    assert len(request_ids(first)) == 0 and len(request_ids(second)) == 4
+    assert any(f"{route}: 500 out of luck" in message for message in caplog.messages)
+    first.answers[route] = works
+    engine.update_policy(model)
+    assert first.label == second.label
 
 
 def test_a_dead_server_is_told_of_once_where_another_process_sends_the_weights(
@@ -215,7 +276,7 @@ def test_closing_the_engine_shuts_its_weight_transfer_down(build, servers, monke
         def close(self):
             closed.append(self)
 
-    monkeypatch.setitem(BACKENDS, MEMORY_BACKEND, Noted)
+    monkeypatch.setitem(BACKENDS, MEMORY_BACKEND, lambda group_port: Noted())
     engine = build(servers[0])
     assert closed == []
     engine.close()

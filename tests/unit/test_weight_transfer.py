@@ -1,13 +1,20 @@
 """Check the trainer's end of a weight update: every tensor once, in parts of bounded size."""
 
 import os
+import types
 
 import pytest
 import torch
 from learners import GatheredParameters
 
 from agent_vllm.engines.learner import LearnerWeights
-from agent_vllm.engines.server.weight_transfer import MemoryTransfer, NcclTransfer, _Client
+from agent_vllm.engines.server.weight_transfer import (
+    BACKENDS,
+    MEMORY_BACKEND,
+    MemoryTransfer,
+    NcclTransfer,
+    _Client,
+)
 
 
 class Servers:
@@ -19,7 +26,7 @@ class Servers:
         self.is_complete = False
         self.offsets = {}
         self._fails_at = fails_at
-        self._sizes = sizes or {"http://a": 1}
+        self._sizes = sizes or {("http://a", 0): 1}
 
     def start(self):
         assert not self.parts
@@ -45,7 +52,7 @@ class Servers:
 
     def init(self, info_of):
         before = 0
-        for url, size in self._sizes.items():
+        for (url, _), size in self._sizes.items():
             self.offsets[url] = info_of(before)["rank_offset"]
             before += size
 
@@ -85,47 +92,111 @@ def test_a_failed_update_gathers_the_rest_and_leaves_no_memory(zero3, fails_at):
 
 
 def test_servers_get_ranks_of_their_own_behind_the_learner():
-    servers = Servers(sizes={"http://a": 2, "http://b": 1})
+    servers = Servers(sizes={("http://a", 0): 2, ("http://b", 0): 1})
     _Client(servers).init_weight_transfer_engine({"rank_offset": 1})
     assert servers.offsets == {"http://a": 1, "http://b": 3}
 
 
-@pytest.mark.vllm
-def test_nccl_declares_what_it_will_send(agent):
-    source = NcclTransfer()._source(LearnerWeights(agent[0]))
-    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-    assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in LearnerWeights(agent[0]).tensors()]
-    assert [name for name, _ in source] == [name for name, _, _ in declared]
+class Group:
+    """Stands in for vLLM's end of an NCCL group: reads the weights, and may fail in between."""
+
+    def __init__(self, info, source, log, fails_at):
+        self.info = info
+        self.source = source
+        self.client = None
+        self.received = []
+        self._log = log
+        self._fails_at = fails_at
+        if fails_at == "rendezvous":
+            raise ConnectionError("nobody came")
+
+    def send_weights(self):
+        for index, (name, tensor) in enumerate(self.source):
+            if index == self._fails_at:
+                raise ConnectionError("gone")
+            self.received.append((name, tensor.dtype, tuple(tensor.shape)))
+        self._log.append(f"sent by {self.info.master_port}")
+
+    def shutdown(self):
+        self._log.append(f"end of {self.info.master_port}")
 
 
-@pytest.mark.vllm
-def test_nccl_is_shut_down_once_and_anew_for_other_servers(agent, monkeypatch):
-    ended = []
-
-    class Engine:
-        def __init__(self, number):
-            self.number = number
-
-        def send_weights(self):
-            pass
-
-        def shutdown(self):
-            ended.append(self.number)
-
+@pytest.fixture
+def nccl_groups(monkeypatch):
+    """Make the groups of `NcclTransfer` stand-ins; the value makes them fail at a tensor."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    numbers = iter(range(9))
-    monkeypatch.setattr(
-        WeightTransferTrainerFactory, "trainer_init", lambda *_, **__: Engine(next(numbers))
-    )
+    groups = types.SimpleNamespace(log=[], made=[], fails_at=None)
+
+    def make(info, *, client, source):
+        groups.made.append(Group(info, source, groups.log, groups.fails_at))
+        return groups.made[-1]
+
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", make)
+    return groups
+
+
+@pytest.mark.vllm
+def test_nccl_declares_what_it_will_send(agent, nccl_groups):
+    transfer, weights = NcclTransfer(), LearnerWeights(agent[0])
+    num_bytes = transfer.send(weights, Servers())
+    group = nccl_groups.made[0]
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in group.source.metadata()]
+    assert declared == [(n, w.dtype, tuple(w.shape)) for n, w in LearnerWeights(agent[0]).tensors()]
+    assert group.received == declared
+    assert num_bytes == sum(tensor.nbytes for _, tensor in weights.tensors())
+
+
+@pytest.mark.vllm
+def test_nccl_is_shut_down_once_and_anew_for_other_servers_or_one_that_came_back(
+    agent, nccl_groups
+):
     transfer, weights = NcclTransfer(), LearnerWeights(agent[0])
     transfer.close()
-    transfer.send(weights, Servers())
-    num_bytes = transfer.send(weights, Servers())
-    assert num_bytes == sum(tensor.nbytes for _, tensor in weights.tensors())
-    assert ended == []
-    transfer.send(weights, Servers(sizes={"http://b": 1}))
-    assert ended == [0]
-    transfer.close()
-    transfer.close()
-    assert ended == [0, 1]
+    for sizes in (
+        {("http://a", 0): 1},
+        {("http://a", 0): 1},
+        {("http://a", 1): 1},  # the same address, another process
+        {("http://b", 0): 1},
+    ):
+        transfer.send(weights, Servers(sizes=sizes))
+    transfer.close(), transfer.close()
+    ports = [group.info.master_port for group in nccl_groups.made]
+    assert len(ports) == 3
+    assert nccl_groups.log == [
+        f"sent by {ports[0]}", f"sent by {ports[0]}", f"end of {ports[0]}",
+        f"sent by {ports[1]}", f"end of {ports[1]}",
+        f"sent by {ports[2]}", f"end of {ports[2]}",
+    ]  # fmt: skip
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("fails_at", ["rendezvous", 0, 2])
+def test_a_failed_nccl_send_gathers_the_rest_and_begins_anew(zero3, nccl_groups, fails_at):
+    model, _ = zero3
+    LearnerWeights(model).join_gathers()
+    whole = list(GatheredParameters.log)
+    GatheredParameters.log.clear()
+    transfer, nccl_groups.fails_at = NcclTransfer(), fails_at
+    with pytest.raises(ConnectionError):
+        transfer.send(LearnerWeights(model), Servers())
+    assert GatheredParameters.log == whole
+    nccl_groups.fails_at = None
+    transfer.send(LearnerWeights(model), Servers())  # the same servers, another group
+    assert nccl_groups.log[-1] == f"sent by {nccl_groups.made[-1].info.master_port}"
+    assert len({id(group) for group in nccl_groups.made}) == (1 if fails_at == "rendezvous" else 2)
+
+
+@pytest.mark.vllm
+def test_nccl_announces_an_address_that_others_reach_and_the_port_that_was_asked_for(
+    agent, nccl_groups, monkeypatch
+):
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    NcclTransfer(51216).send(LearnerWeights(agent[0]), Servers(sizes={("http://a", 0): 2}))
+    info = nccl_groups.made[0].info
+    assert (info.master_address, info.master_port, info.world_size) == ("10.1.2.3", 51216, 3)
+
+
+def test_a_port_that_nothing_uses_is_refused():
+    with pytest.raises(ValueError, match=r"`group_port` must be None .*`trainer_memory`, got 5"):
+        BACKENDS[MEMORY_BACKEND](5)

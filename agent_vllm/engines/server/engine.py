@@ -6,6 +6,7 @@ servers that hold the weights of the last learner that the engine was given.
 """
 
 import asyncio
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,9 +27,11 @@ from agent_vllm.engines.learner import (
     model_source,
 )
 from agent_vllm.engines.request import GenerationRequest
+from agent_vllm.engines.server.address import server_url
 from agent_vllm.engines.server.weight_transfer import (
     BACKENDS,
     UNFINISHED,
+    ServerProcess,
     WeightTransfer,
     from_first_rank,
     is_first_rank,
@@ -66,8 +69,13 @@ class VLLMServerRolloutEngine(RolloutEngine):
         request_timeout_s: for one turn, queueing in the server included.
         health_interval_s: seconds between two health checks of a server that has requests.
         seed: for requests without a seed.
+        api_key: sent to every server as a bearer token; default is VLLM_API_KEY of the environment,
+            where vLLM's servers look too. It is never shown.
+        group_port: port of this machine where the servers' workers meet the learner for `nccl`;
+            default is a free one.
 
     Raises:
+        ValueError: an address, the key or a setting is invalid.
         VLLMServerError: a server can't be reached, has other settings, or differs from another.
     """
 
@@ -82,22 +90,28 @@ class VLLMServerRolloutEngine(RolloutEngine):
         request_timeout_s: float = 600.0,
         health_interval_s: float = 2.0,
         seed: int = 0,
+        api_key: str | None = None,
+        group_port: int | None = None,
     ) -> None:
         from agent_vllm.engines.server.client import ClientThread, ServerClient
         from agent_vllm.engines.server.fleet import Fleet
 
         _check_arguments(base_urls, in_flight)
+        urls = _different([server_url(url) for url in base_urls])
+        api_key = _checked_key(api_key or os.environ.get("VLLM_API_KEY") or None)
         self._source = model_source(model, tokenizer)
         self._in_flight: InFlight = in_flight
-        self._run = uuid.uuid4().hex[:8]
         self._is_checked = False
         self._transfer: WeightTransfer | None = None
         self._thread = ClientThread()
         try:
             clients = [
-                ServerClient(url, self._thread.session, request_timeout_s=request_timeout_s)
-                for url in base_urls
-            ]
+                ServerClient(
+                    url, self._thread.session, vocab_size=self._source.vocab_size,
+                    request_timeout_s=request_timeout_s, api_key=api_key,
+                )
+                for url in urls
+            ]  # fmt: skip
             self._fleet = Fleet(
                 clients, self._source.tokenizer, health_interval_s=health_interval_s
             )
@@ -110,8 +124,8 @@ class VLLMServerRolloutEngine(RolloutEngine):
                 eos_token_ids=self._source.eos_token_ids,
                 seed=seed,
             )
-            self._transfer = BACKENDS[self._facts.backend]()
-            self._fleet.members.label = self._facts.weight_version
+            self._transfer = BACKENDS[self._facts.backend](group_port)
+            self._fleet.members.label = None if has_weights else self._facts.weights_name
             self._thread.submit(self._fleet.members.watch())
             if not isinstance(model, str | Path):
                 self._sync(model, version=0)
@@ -177,7 +191,7 @@ class VLLMServerRolloutEngine(RolloutEngine):
         Raises:
             WeightSyncError, EngineDeadError: on every rank, if the first could not send.
         """
-        label, error = f"{self._run}:{version}", None
+        label, error = f"{version}:{uuid.uuid4().hex}", None  # no other process sends this name
         if is_first_rank():
             try:
                 self._send(weights, version, label)
@@ -269,8 +283,9 @@ class _Routes:
         before = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self._call(lambda server: server.client.init_transfer(info_of(before[server])))
 
-    def sizes(self) -> dict[str, int]:
-        return {str(server): size for server, size in self._members.sizes().items()}
+    def sizes(self) -> dict[ServerProcess, int]:
+        sizes = self._members.sizes()
+        return {(str(server), server.incarnation): size for server, size in sizes.items()}
 
     def _call(self, call: "Callable[[Server], Awaitable[Any]]") -> None:
         self._thread.call(self._members.each(call))
@@ -282,7 +297,20 @@ def _check_arguments(base_urls: Sequence[str], in_flight: str) -> None:
             "`base_urls` must be a list of the servers' addresses, such as "
             f'["http://127.0.0.1:8000"], got {base_urls!r}. `agent-vllm serve MODEL` starts one.'
         )
-    if len(set(base_urls)) < len(base_urls):
-        raise ValueError(f"`base_urls` must name each server once, got {list(base_urls)}.")
     if in_flight not in ("continue", "wait"):
         raise ValueError(f'`in_flight` must be "continue" or "wait", got {in_flight!r}.')
+
+
+def _different(urls: list[str]) -> list[str]:
+    if len(set(urls)) < len(urls):
+        raise ValueError(f"`base_urls` must name each server once, got {urls}.")
+    return urls
+
+
+def _checked_key(key: str | None) -> str | None:
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "`api_key` (or VLLM_API_KEY) must be one line of ASCII text, got other characters. "
+            "Does it end with a line break?"
+        )
+    return key

@@ -1,10 +1,12 @@
 """Use several servers as one engine: choose a server per request, and retry what fails.
 
-Runs on the connections' event loop. Invariant: a request is answered once, whatever its servers do.
+Runs on the connections' event loop. Invariant: a request is answered once, whatever its servers do,
+and only with tokens of a server that was seen, after it answered, to hold the engine's weights.
 """
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -74,12 +76,11 @@ class Fleet:
         while len(failures) < self._max_attempts:
             await self.gate.is_open.wait()
             server = self._home_of(sampled)
-            if self.members.is_stale(server):
-                await self.members.examine(server)
-                continue
             version = self.gate.version
             try:
                 answer = await self._ask(server, sampled.rest())
+                if answer.token_ids:
+                    await self._confirm(server)
             except EngineError as error:
                 failures.append(str(error))
                 await self._after_failure(server, error)
@@ -111,13 +112,24 @@ class Fleet:
         finally:
             server.tasks.discard(task)
 
+    async def _confirm(self, server: Server) -> None:
+        """Make sure that the server still held the current weights after it answered.
+
+        Raises:
+            NoAnswerError: it did not, so what it sampled can't be used.
+        """
+        since_s = time.monotonic()
+        await self.members.examine(server, since_s)
+        if not server.is_in or server.seen_s < since_s:
+            raise NoAnswerError(f"{server} is out: {server.why_out or 'its weights are changing'}")
+
     async def _after_failure(self, server: Server, error: EngineError) -> None:
         """Raise what another attempt can't fix; find out whether the server is still there."""
         if isinstance(error, RefusedError) and error.status < 500:
             raise error
         if not isinstance(error, NoAnswerError | RefusedError):
             raise error  # it answered, with nonsense
-        await self.members.examine(server, str(error))
+        await self.members.examine(server, time.monotonic(), str(error))
         if server.is_in and isinstance(error.__cause__, TimeoutError):
             raise EngineError(
                 f"{error} The server is there and says that it is well: it is overloaded, or the "
@@ -175,11 +187,6 @@ class _Sampled:
         )
 
     def add(self, answer: Answer, version: int) -> None:
-        if len(answer.token_ids) != len(answer.logprobs):
-            raise EngineError(
-                f"The server sent {len(answer.token_ids)} tokens with {len(answer.logprobs)} "
-                "logprobs; the completion is dropped."
-            )
         goes_on = bool(self.token_ids)
         for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
             self.token_ids.append(token_id)
@@ -190,10 +197,8 @@ class _Sampled:
             if ends_on_string(self._tokenizer, self.token_ids, strings):
                 self.finish_reason = "stop"
                 return
-        if answer.finish_reason in ("stop", "length"):
+        if answer.finish_reason != "abort":
             self.finish_reason = answer.finish_reason
-        elif answer.finish_reason != "abort":
-            raise EngineError(f"The server ended a request with {answer.finish_reason!r}.")
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None

@@ -33,7 +33,7 @@ class UpdateGate:
     async def close(self, in_flight: InFlight) -> None:
         """Stop new requests; wait for those in flight, or have them cut where they are."""
         members = self._members
-        self._shut()
+        self.is_open.clear()
         if in_flight == "wait":
             while tasks := members.tasks:
                 await asyncio.wait(tasks)
@@ -45,6 +45,7 @@ class UpdateGate:
             if time.monotonic() > give_up_s:
                 for task in members.tasks:
                     task.cancel()
+        await self._last_look()
 
     async def reset_caches(self) -> None:
         """Drop everything that was computed with older weights.
@@ -64,8 +65,6 @@ class UpdateGate:
         """Let requests out again, to the servers that hold the weights of that label."""
         self.version, self._members.label = version, label
         await self._members.each_that_can(lambda server: server.client.resume())
-        for server in self._members.in_use:
-            server.seen_s = time.monotonic()
         self.is_open.set()
 
     async def abandon(self, reason: str) -> None:
@@ -78,13 +77,19 @@ class UpdateGate:
 
     async def adopt(self, version: int, label: str) -> None:
         """Take over what another process sent: servers that hold these weights are in."""
-        self._shut()
+        self.is_open.clear()
         self.version, self._members.label = version, label
         for server in self._members.servers:
             server.why_out, server.seen_s = None, -math.inf
+        since_s, members = time.monotonic(), self._members
+        await members.each_that_can(lambda server: members.examine(server, since_s))
         self.is_open.set()
-        await asyncio.gather(*map(self._members.examine, self._members.servers))
 
-    def _shut(self) -> None:
-        self.is_open.clear()
-        self._members.label = None
+    async def _last_look(self) -> None:
+        """Take out the servers whose weights are no longer the ones that were sent to them.
+
+        Whatever they sampled is dropped, and they count as started again.
+        """
+        since_s, members = time.monotonic(), self._members
+        await members.each_that_can(lambda server: members.examine(server, since_s))
+        members.label = None

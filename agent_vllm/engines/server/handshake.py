@@ -6,25 +6,31 @@ refused, and the error says how to start it.
 """
 
 import math
+import reprlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerBase
 
 from agent_vllm.engines.learner import ModelSource
-from agent_vllm.engines.models import model_sizes
+from agent_vllm.engines.models import model_sizes, own_gpu_id
 from agent_vllm.engines.request import GenerationRequest
+from agent_vllm.engines.server.answers import ServerConfig
 from agent_vllm.engines.server.client import ServerClient
-from agent_vllm.engines.server.http import NoAnswerError, RefusedError
-from agent_vllm.engines.server.weight_transfer import BACKENDS, UNFINISHED
+from agent_vllm.engines.server.http import KeyRefusedError, NoAnswerError, RefusedError
+from agent_vllm.engines.server.weight_transfer import (
+    BACKENDS,
+    NCCL_BACKEND,
+    UNFINISHED,
+    is_first_rank,
+)
 from agent_vllm.errors import EngineError, VLLMServerError
 from agent_vllm.settings import SamplingParams
 
 VLLM_VERSIONS = SpecifierSet(">=0.31,<0.32", prereleases=True)  # whose routes are used
-_FIRST_CALL_S = 10.0
+_NUM_LIKELIEST = 5
 _START = "Start it with `agent-vllm serve MODEL`, which sets all that is needed."
 _PROBE_TEXT = 'Hello, world! 12 + 30 = 42\n{"name": "é汉"}'
 
@@ -40,7 +46,7 @@ class ServerFacts:
     max_model_len: int
     backend: str
     num_workers: int
-    weight_version: str
+    weights_name: str
     probe: tuple[float, ...]  # logprobs of a fixed prompt's most likely next tokens
 
 
@@ -59,9 +65,11 @@ async def check_server(
             f"The vLLM server at {client.url} can't be reached: {error} Is it running, and is the "
             "port right?"
         ) from error
-    except (EngineError, KeyError, IndexError, TypeError) as error:
+    except KeyRefusedError as error:
+        raise VLLMServerError(str(error)) from error
+    except EngineError as error:
         raise VLLMServerError(
-            f"{client.url} doesn't answer as a vLLM server does: {error!r}. Does something else "
+            f"{client.url} doesn't answer as a vLLM server does: {error} Does something else "
             "listen on that port?"
         ) from error
 
@@ -69,36 +77,40 @@ async def check_server(
 async def _check(
     client: ServerClient, source: ModelSource, max_model_len: int | None
 ) -> ServerFacts:
-    version = (await client.get("/version", timeout_s=_FIRST_CALL_S))["version"]
+    version = await client.version()
     if not VLLM_VERSIONS.contains(version):
         raise VLLMServerError(
             f"{client.url} runs vLLM {version}; the engine needs {VLLM_VERSIONS}, whose routes it "
             "was written for."
         )
     config = await _dev_config(client)
-    model = config["model_config"]
-    _check_settings(client, model, config, max_model_len)
-    weight_version = await client.weight_version()
-    if weight_version == UNFINISHED:
+    model = config.served
+    backend = _check_settings(client, config, max_model_len)
+    await _check_sizes(client, source, model.model)
+    if backend == NCCL_BACKEND:
+        await _check_gpu(client)
+    weights_name = await client.weights_name() or UNFINISHED
+    if weights_name == UNFINISHED:
         await _drop_update(client)
     if await client.is_paused():  # by a trainer that has ended
         await client.resume()
-    await _check_sizes(client, source, config)
-    await _check_tokenizer(client, source.tokenizer, model["model"])
+    await _check_tokenizer(client, source.tokenizer, model.model)
     return ServerFacts(
         url=client.url,
-        model=model["model"],
+        model=model.model,
         vllm_version=version,
-        dtype=model["dtype"].removeprefix("torch."),
-        max_model_len=model["max_model_len"],
-        backend=config["weight_transfer_config"]["backend"],
-        num_workers=(await client.get("/get_world_size"))["world_size"],
-        weight_version=weight_version,
-        probe=() if weight_version == UNFINISHED else await _check_tokens(client, source, model),
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        backend=backend,
+        num_workers=await client.num_workers(),
+        weights_name=weights_name,
+        probe=()
+        if weights_name == UNFINISHED
+        else await _check_tokens(client, source, model.model),
     )
 
 
-async def _dev_config(client: ServerClient) -> dict[str, Any]:
+async def _dev_config(client: ServerClient) -> ServerConfig:
     try:
         return await client.config()
     except RefusedError as error:
@@ -115,44 +127,55 @@ async def _drop_update(client: ServerClient) -> None:
         await client.finish_update(UNFINISHED)
 
 
-def _check_settings(
-    client: ServerClient, model: dict[str, Any], config: dict[str, Any], max_model_len: int | None
-) -> None:
-    mode = model["logprobs_mode"]
-    if mode != "processed_logprobs":
+def _check_settings(client: ServerClient, config: ServerConfig, max_model_len: int | None) -> str:
+    """Return the name of its weight-transfer backend."""
+    model = config.served
+    if model.logprobs_mode != "processed_logprobs":
         raise VLLMServerError(
             f"{client.url} must give logprobs of the distribution that is sampled from, got "
-            f"`--logprobs-mode {mode}`. Start it with `--logprobs-mode processed_logprobs`."
+            f"`--logprobs-mode {model.logprobs_mode}`. Start it with `--logprobs-mode "
+            "processed_logprobs`."
         )
-    if max_model_len is not None and model["max_model_len"] < max_model_len:
+    if max_model_len is not None and model.max_model_len < max_model_len:
         raise VLLMServerError(
-            f"{client.url} has `--max-model-len {model['max_model_len']}`, and the engine was "
+            f"{client.url} has `--max-model-len {model.max_model_len}`, and the engine was "
             f"asked for {max_model_len}."
         )
-    backend = (config["weight_transfer_config"] or {}).get("backend")
+    extension = config.parallel_config.worker_extension_cls
+    if not (extension or "").startswith("agent_vllm."):
+        raise VLLMServerError(
+            f"{client.url} must run this package's worker extension, which knows whether somebody "
+            f"else changed the weights, got `--worker-extension-cls {extension}`. {_START}"
+        )
+    backend = config.weight_transfer_config and config.weight_transfer_config.backend
     if backend not in BACKENDS:
         raise VLLMServerError(
             f"{client.url} must have a weight-transfer backend of {list(BACKENDS)}, got "
             f"{backend!r}. {_START}"
         )
+    return backend
 
 
-async def _check_sizes(client: ServerClient, source: ModelSource, config: dict[str, Any]) -> None:
-    """Compare the model's sizes, if the server runs our worker extension."""
-    extension = config["parallel_config"]["worker_extension_cls"] or ""
-    if extension.startswith("agent_vllm."):
-        answer = await client.post("/collective_rpc", {"method": "model_sizes"})
-        ours, theirs = model_sizes(source.config), answer["results"][0]
-        if ours != theirs:
-            raise VLLMServerError(
-                f"{client.url} serves another model, {config['model_config']['model']}: {theirs} "
-                f"instead of {ours}."
-            )
+async def _check_gpu(client: ServerClient) -> None:
+    """Check that the learner's process, if it sends weights, is on none of the server's GPUs."""
+    own = own_gpu_id()
+    if own is not None and is_first_rank() and own in await client.gpu_ids():
+        raise VLLMServerError(
+            f"{client.url} serves on the learner's own GPU, which NCCL refuses. Start it with "
+            "`agent-vllm serve MODEL --same-gpu`, give it another GPU with CUDA_VISIBLE_DEVICES, "
+            'or use rollout_engine="vllm".'
+        )
 
 
-async def _check_tokens(
-    client: ServerClient, source: ModelSource, model: dict[str, Any]
-) -> tuple[float, ...]:
+async def _check_sizes(client: ServerClient, source: ModelSource, model: str) -> None:
+    ours, theirs = model_sizes(source.config), await client.model_sizes()
+    if ours != theirs:
+        raise VLLMServerError(
+            f"{client.url} serves another model, {model}: {reprlib.repr(theirs)} instead of {ours}."
+        )
+
+
+async def _check_tokens(client: ServerClient, source: ModelSource, model: str) -> tuple[float, ...]:
     """Check that it takes all of the model's token ids and returns the right logprobs."""
     try:
         await client.generate(probe_request([source.vocab_size - 1]))
@@ -162,7 +185,7 @@ async def _check_tokens(
                 f"{client.url} takes no token ids. Start it with `--enable-scale-out`. {_START}"
             ) from error
         raise VLLMServerError(
-            f"{client.url} serves another model, {model['model']}: it refuses the model's last "
+            f"{client.url} serves another model, {model}: it refuses the model's last "
             f"token id {source.vocab_size - 1}: {error}"
         ) from error
     return await _probe(client, source)
@@ -175,8 +198,7 @@ async def _check_tokenizer(
     text = _PROBE_TEXT + "".join(sorted(map(str, tokenizer.added_tokens_decoder.values())))
     ours = tokenizer.encode(text, add_special_tokens=False)
     try:
-        body = {"prompt": text, "add_special_tokens": False}
-        theirs = (await client.post("/tokenize", body))["tokens"]
+        theirs = await client.tokenize(text)
     except RefusedError as error:
         raise VLLMServerError(
             f"{client.url} has no tokenizer: {error} Start it without `--skip-tokenizer-init`."
@@ -201,9 +223,11 @@ async def _probe(client: ServerClient, source: ModelSource) -> tuple[float, ...]
     logprobs it is not, and logits sum to more than one.
     """
     prompt = [token % source.vocab_size for token in (5, 7, 11, 13)]
-    at_one = await _likeliest(client, prompt, 1.0)
-    at_half = await _likeliest(client, prompt, 0.5)
+    at_one = await client.likeliest(probe_request(prompt, 1.0), _NUM_LIKELIEST)
+    at_half = await client.likeliest(probe_request(prompt, 0.5), _NUM_LIKELIEST)
     shared = sorted(at_one.keys() & at_half.keys(), key=lambda token: -at_one[token])
+    if not shared:
+        raise EngineError("no token is among the likeliest at temperature 1 and at 0.5.")
     spread = at_one[shared[0]] - at_one[shared[-1]]
     spread_at_half = at_half[shared[0]] - at_half[shared[-1]]
     is_normalised = sum(map(math.exp, at_one.values())) <= 1.01
@@ -215,15 +239,6 @@ async def _probe(client: ServerClient, source: ModelSource) -> tuple[float, ...]
             "processed_logprobs`."
         )
     return tuple(round(at_one[token], 3) for token in shared)
-
-
-async def _likeliest(
-    client: ServerClient, prompt: list[int], temperature: float
-) -> dict[str, float]:
-    request = probe_request(prompt, temperature)
-    body = await client.generate_json(request, num_logprobs=5)
-    entry = body["choices"][0]["logprobs"]["content"][0]
-    return {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
 
 
 def probe_request(prompt_ids: list[int], temperature: float = 1.0) -> GenerationRequest:
@@ -242,7 +257,7 @@ def check_agreement(facts: Sequence[ServerFacts], *, weights_stay: bool) -> None
         VLLMServerError: two of them differ; says in what.
     """
     names = ["model", "vllm_version", "dtype", "max_model_len", "backend"]
-    names += ["weight_version", "probe"] if weights_stay else []
+    names += ["weights_name", "probe"] if weights_stay else []
     for other in facts[1:]:
         for name in names:
             if getattr(facts[0], name) != getattr(other, name):
@@ -251,7 +266,8 @@ def check_agreement(facts: Sequence[ServerFacts], *, weights_stay: bool) -> None
                     f"{getattr(facts[0], name)!r}, {other.url} has {getattr(other, name)!r}. Start "
                     "all of them the same way."
                 )
-    if weights_stay and facts[0].weight_version == UNFINISHED:
+    if weights_stay and facts[0].weights_name == UNFINISHED:
         raise VLLMServerError(
-            f"{facts[0].url} was left in the middle of a weight update. Start it again."
+            f"{facts[0].url} was left in the middle of a weight update, or somebody changed its "
+            "weights. Start it again."
         )

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from agent_vllm.engines.server.client import ServerClient
-from agent_vllm.engines.server.http import NoAnswerError
+from agent_vllm.engines.server.http import KeyRefusedError, NoAnswerError, RefusedError
 from agent_vllm.errors import EngineDeadError, EngineError, VLLMServerError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_FRESH_S = 0.01  # a server is not examined again within this time
 
 
 @dataclass(eq=False, kw_only=True)
@@ -28,9 +26,10 @@ class Server:
 
     client: ServerClient
     num_workers: int = 1
+    incarnation: int = 0  # counts how often it came back, perhaps as another process
     why_out: str | None = None
-    last_trouble: str | None = None  # since it last answered well
-    seen_s: float = -math.inf  # when it was last known to hold the current weights
+    is_reported: bool = False  # as out, since it last was in order
+    seen_s: float = -math.inf  # when a look began that found the current weights
     tasks: set[asyncio.Task] = field(default_factory=set)  # one per request that it works on
     examining: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -56,6 +55,7 @@ class Members:
         self.servers = [Server(client=client) for client in clients]
         self.label: str | None = None
         self._health_interval_s = health_interval_s
+        self._logged: set[tuple[Server, type[Exception]]] = set()  # causes of failed looks
 
     @property
     def in_use(self) -> list[Server]:
@@ -82,42 +82,61 @@ class Members:
         """Examine servers that have requests at intervals, until cancelled."""
         while True:
             await asyncio.sleep(self._health_interval_s)
-            await asyncio.gather(*(self.examine(server) for server in self.in_use if server.tasks))
+            servers = [server for server in self.in_use if server.tasks]
+            looks = [self.examine(server, time.monotonic()) for server in servers]
+            results = await asyncio.gather(*looks, return_exceptions=True)
+            for server, result in zip(servers, results, strict=True):
+                if isinstance(result, Exception):
+                    self._log_once(server, result)
 
-    def is_stale(self, server: Server) -> bool:
-        """Return whether the server may have been restarted since it was last examined."""
-        return time.monotonic() - server.seen_s > max(self._health_interval_s, _FRESH_S)
+    async def examine(self, server: Server, since_s: float, trouble: str = "") -> None:
+        """Make sure that a look at the server which began after `since_s` found it in order.
 
-    async def examine(self, server: Server, trouble: str = "") -> None:
-        """Take a server out that doesn't answer, or that came back with other weights.
+        A server that doesn't answer, or that holds other weights, is taken out. Many callers share
+        one look.
 
         Args:
-            trouble: what was noticed; examines the server even if it was just seen.
+            since_s: by `time.monotonic()`.
+            trouble: what was noticed before; the reason if the server doesn't answer.
+
+        Raises:
+            EngineError: it answered with nonsense.
         """
         async with server.examining:
-            if not server.is_in or self.label is None:
+            if not server.is_in or self.label is None or server.seen_s >= since_s:
                 return
-            if not trouble and not self.is_stale(server):
-                return
+            began_s = time.monotonic()
             try:
-                label = await server.client.weight_version()
-            except EngineError as error:
+                name = await server.client.weights_name()
+            except (NoAnswerError, RefusedError, KeyRefusedError) as error:
                 self.take_out(server, trouble or str(error))
                 return
-            server.seen_s, server.last_trouble = time.monotonic(), None
-            if self.label is not None and label != self.label:
-                self.take_out(
-                    server,
-                    f"its weights are {label!r}, not {self.label!r}: it was started again, or "
-                    "somebody else wrote to it",
-                )
+            if self.label is None:
+                return
+            if name == self.label:
+                server.seen_s, server.is_reported = began_s, False
+                return
+            self.take_out(
+                server,
+                f"its weights are {name!r}, not {self.label!r}: it was started again, or somebody "
+                "else wrote to it. What it sampled since is dropped",
+            )
+
+    def _log_once(self, server: Server, error: Exception) -> None:
+        cause = (server, type(error))
+        if cause not in self._logged:
+            self._logged.add(cause)
+            logger.warning(
+                "A look at %s failed; others that fail like it are not logged: %s: %s",
+                server, type(error).__name__, error,
+            )  # fmt: skip
 
     def take_out(self, server: Server, reason: str) -> None:
         """Stop using a server until an update reaches it; its requests go to other servers."""
         if not server.is_in:
             return
-        level = logging.INFO if reason == server.last_trouble else logging.WARNING
-        server.why_out = server.last_trouble = reason
+        level = logging.INFO if server.is_reported else logging.WARNING
+        server.why_out, server.is_reported = reason, True
         logger.log(
             level,
             "%s is out, with %d requests: %s. The next weight update takes it back if it answers.",
@@ -140,29 +159,37 @@ class Members:
                 logger.info("%s stays out: %s", server, error)
                 continue
             logger.warning("%s is back.", server)
-            server.why_out = None
+            server.why_out, server.is_reported = None, False
+            server.incarnation += 1
 
     # ---- calls to all ----
 
     async def each(self, call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
-        """Call every server that is in; take out those that don't answer.
+        """Call every server that is in; take out those that fail where another does not.
 
         Raises:
-            RefusedError: a server refused.
+            EngineError: all of them answered, and none as it should; the first one's.
             EngineDeadError: no server is left.
         """
         servers = self.in_use
         results = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        answers: dict[Server, T] = {}
+        failures: dict[Server, EngineError] = {}
         for server, result in zip(servers, results, strict=True):
-            if isinstance(result, NoAnswerError):
-                self.take_out(server, str(result))
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, NoAnswerError):
+            if isinstance(result, EngineError):
+                failures[server] = result
+            elif isinstance(result, BaseException):
                 raise result
+            else:
+                answers[server] = result
+        refusals = [error for error in failures.values() if not isinstance(error, NoAnswerError)]
+        if refusals and not answers:
+            raise refusals[0]
+        for server, error in failures.items():
+            self.take_out(server, str(error))
         if not self.in_use:
             raise self.none_left()
-        answered = zip(servers, results, strict=True)
-        return {s: r for s, r in answered if not isinstance(r, BaseException)}
+        return answers
 
     async def each_that_can(self, call: Callable[[Server], Awaitable[object]]) -> None:
         """Call every server that is in; take out those that fail, even if none is left."""

@@ -20,10 +20,12 @@ from agent_vllm.engines.learner import LearnerWeights
 from agent_vllm.engines.vllm.host_state import host_process_kept
 
 T = TypeVar("T")
+ServerProcess = tuple[str, int]  # address, and how often a server came back there
 
 MEMORY_BACKEND = "trainer_memory"
 NCCL_BACKEND = "nccl"
-UNFINISHED = "unfinished"  # a server's label for weights that are being written
+STARTED = "default"  # vLLM's name for the weights that a server was started with
+UNFINISHED = "unfinished"  # the name of weights that are being written
 _PART_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes; a view of a tensor must begin at a multiple of its item's size
 
@@ -39,8 +41,8 @@ class Routes(Protocol):
         """Set the transfer up; `info_of` takes the number of workers in earlier servers."""
         ...
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of workers per server, by address."""
+    def sizes(self) -> dict[ServerProcess, int]:
+        """Return the number of workers per server."""
         ...
 
 
@@ -164,22 +166,29 @@ class NcclTransfer:
     Written after vLLM's `NCCLTrainerWeightTransferEngine`. Experimental: not run, as it needs GPUs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group_port: int | None = None) -> None:
         with host_process_kept():
             from vllm.distributed.weight_transfer import factory, nccl_engine
-        self._factory, self._nccl = factory, nccl_engine
+            from vllm.utils.network_utils import get_ip
+        self._factory, self._nccl, self._get_ip = factory, nccl_engine, get_ip
+        self._group_port = group_port
         self._engine: Any = None
-        self._members: dict[str, int] = {}
+        self._members: dict[ServerProcess, int] = {}
 
     def send(self, weights: LearnerWeights, routes: Routes) -> int:
-        source = self._source(weights)
-        if self._engine is None or self._members != routes.sizes():
-            self.close()
-            self._members = routes.sizes()
-            self._engine = self._rendezvous(source, routes)
-        self._engine.source = source
-        self._engine.client = _Client(routes)
-        self._engine.send_weights()
+        with closing(weights.tensors()) as tensors:  # closing gathers what was not sent
+            source = self._source(weights, tensors)
+            try:
+                if self._engine is None or self._members != routes.sizes():
+                    self.close()
+                    self._members = routes.sizes()
+                    self._engine = self._rendezvous(source, routes)
+                self._engine.source = source
+                self._engine.client = _Client(routes)
+                self._engine.send_weights()
+            except BaseException:
+                self.close()  # the group may hold a dead process, on which the next send would wait
+                raise
         return sum(tensor.nbytes for tensor in weights.meta.values())
 
     def join(self, weights: LearnerWeights) -> None:
@@ -190,27 +199,30 @@ class NcclTransfer:
         if engine is not None:
             engine.shutdown()
 
-    def _source(self, weights: LearnerWeights) -> Any:
+    def _source(self, weights: LearnerWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Return the learner's weights as vLLM's `WeightSource`."""
         metadata = [
             self._nccl.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in weights.meta.items()
         ]
-        methods = {"metadata": lambda _: metadata, "__iter__": lambda _: weights.tensors()}
+        methods = {"metadata": lambda _: metadata, "__iter__": lambda _: iter(tensors)}
         return type("LearnerSource", (self._nccl.WeightSource,), methods)()
 
     def _rendezvous(self, source: Any, routes: Routes) -> Any:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
         info = self._nccl.NCCLTrainerInitInfo(
-            master_address=socket.gethostbyname(socket.gethostname()),
-            master_port=port,
+            master_address=self._get_ip(),  # what other machines reach; VLLM_HOST_IP overrides it
+            master_port=self._group_port or _free_port(),
             world_size=1 + sum(routes.sizes().values()),
             rank=0,
         )
         make = self._factory.WeightTransferTrainerFactory.trainer_init
         return make(info, client=_Client(routes), source=source)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
 
 
 class _Client:
@@ -233,7 +245,17 @@ class _Client:
         """Do nothing: the engine ends the update, with the version's label."""
 
 
-BACKENDS: dict[str, Callable[[], WeightTransfer]] = {
-    MEMORY_BACKEND: MemoryTransfer,
+def _memory_transfer(group_port: int | None) -> MemoryTransfer:
+    if group_port is not None:
+        raise ValueError(
+            f"`group_port` must be None for servers that use `{MEMORY_BACKEND}`, got {group_port}: "
+            "nothing connects to it. Leave it out."
+        )
+    return MemoryTransfer()
+
+
+# the backends of servers; each gets the port for a rendezvous
+BACKENDS: dict[str, Callable[[int | None], WeightTransfer]] = {
+    MEMORY_BACKEND: _memory_transfer,
     NCCL_BACKEND: NcclTransfer,
 }

@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from agent_vllm.engines.models import model_sizes
-from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND
+from agent_vllm.engines.models import gpu_id, model_sizes
+from agent_vllm.engines.server.weight_transfer import MEMORY_BACKEND, STARTED
 from agent_vllm.engines.vllm.cpu import skip_rank_compilation
 
 
@@ -100,12 +100,45 @@ def _got_nothing(layer: torch.nn.Module) -> bool:
     return info.can_load() and info.load_numel <= 0
 
 
+class _WeightsName:
+    """Name a model's weights, until anybody loads others, by whatever route."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.value: str | None = STARTED
+        load = model.load_weights
+
+        def load_and_forget(*args: Any, **kwargs: Any) -> Any:
+            self.value = None
+            return load(*args, **kwargs)  # type: ignore[operator]
+
+        model.load_weights = load_and_forget  # type: ignore[assignment]
+
+
 class WorkerExtension:
     """Add methods to the worker. Importing this module registers the weight transfer."""
+
+    @property
+    def _weights_name(self) -> _WeightsName:
+        own = vars(self)
+        if "_named" not in own:
+            own["_named"] = _WeightsName(self.get_model())  # type: ignore[attr-defined]
+        return own["_named"]
 
     def model_sizes(self) -> dict[str, Any]:
         """Return the served model's sizes, as `models.model_sizes` does for the learner."""
         return model_sizes(self.model_config.hf_config)  # type: ignore[attr-defined]
+
+    def gpu_id(self) -> str | None:
+        """Return what identifies this worker's GPU on its machine, or None on a CPU."""
+        return gpu_id(self.device)  # type: ignore[attr-defined]
+
+    def name_weights(self, name: str) -> None:
+        """Name the weights as they are now."""
+        self._weights_name.value = name
+
+    def weights_name(self) -> str | None:
+        """Return the weights' name, or None if they were changed since they got one."""
+        return self._weights_name.value
 
 
 if MEMORY_BACKEND not in WeightTransferEngineFactory._registry:  # imported again in a forked worker
