@@ -48,8 +48,8 @@ def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
     return {
         "input_ids": tree.input_ids,
         "position_ids": tree.position_ids,
-        # transformers passes a 4D mask through as it is; none is built for the packed row
-        "attention_mask": tree.input_ids.new_empty((1, 1, 0, 0)),
+        # transformers passes a 4D mask through as it is and builds none for the packed row
+        "attention_mask": tree.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
         "use_cache": False,
         "prefix_tree": tree,
     }

