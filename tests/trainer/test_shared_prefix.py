@@ -145,7 +145,7 @@ def forgetful(agent_path):
 
 
 def test_a_first_batch_that_disagrees_is_computed_by_rows_with_a_warning(train, forgetful, capfd):
-    rows, row_grads = train("off", max_steps=2)
+    _, row_grads = train("off", max_steps=2)
     trees, tree_grads = train("auto", max_steps=2, **forgetful)
     assert max(map(distance, row_grads, tree_grads)) <= 1e-5
     warning = "logprobs on a prefix tree differ from those on rows by"
