@@ -36,6 +36,12 @@ ROWS = {
         "B13": "rollouts:prefix_cache",
         "B14": "recording:recording",
         "B15": "host:long_agents",
+        "L1": "shared_prefix:recorded",
+        "L2": "shared_prefix:long_prompt",
+        "L3": "shared_prefix:bfcl",
+        "L4": "shared_prefix:building",
+        "L5": "shared_prefix:memory",
+        "L6": "shared_prefix:whole_step",
         "S1": "simulation:rollouts",
         "S2": "simulation:steps",
     }.items()

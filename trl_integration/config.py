@@ -12,12 +12,14 @@ OLD_LOGPROBS = ("sampler", "recomputed")
 ON_ENGINE_DEATH = ("stop", "rebuild")
 ON_WARNING = ("warn", "stop")
 SYNC_WEIGHTS = ("after_step", "before_rollout")
+SHARED_PREFIX = ("auto", "on", "off")
 
 _CHOICES = {
     "old_logprobs": OLD_LOGPROBS,
     "on_engine_death": ON_ENGINE_DEATH,
     "on_warning": ON_WARNING,
     "sync_weights": SYNC_WEIGHTS,
+    "shared_prefix": SHARED_PREFIX,
 }
 
 
@@ -65,6 +67,11 @@ class AgentGRPOConfig(GRPOConfig):
             Where the old log-probabilities of the ratio come from. `"sampler"`: the engine's own, at no cost.
             `"recomputed"`: a forward pass of the learner, with TRL's importance-sampling correction for the distance
             to the engine's (the `vllm_importance_sampling_*` parameters apply).
+        shared_prefix (`str`, *optional*, defaults to `"auto"`):
+            Whether the learner computes the tokens that rows share once: prompts, tool schemas and whole turns. The loss
+            and its gradients are those of the rows. `"auto"`: where the model allows it and the first batch agrees with
+            the rows. `"on"`: the same, but an error that says why where it can't be. `"off"`: row by row, as TRL does.
+            See `docs/learner_step.md`.
         rollout_engine_kwargs (`dict` or `str`, *optional*):
             Keyword arguments of the engine that the trainer builds, such as `{"max_num_seqs": 64}`.
         sync_weights (`str`, *optional*, defaults to `"after_step"`):
@@ -150,6 +157,13 @@ class AgentGRPOConfig(GRPOConfig):
         metadata={
             "help": "Where the ratio's old log-probabilities come from.",
             "choices": list(OLD_LOGPROBS),
+        },
+    )
+    shared_prefix: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether the learner computes the tokens that rows share once.",
+            "choices": list(SHARED_PREFIX),
         },
     )
     rollout_engine_kwargs: dict[str, Any] | str | None = field(

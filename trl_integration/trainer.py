@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from agent_vllm.chat import ChatFormat
@@ -32,9 +31,10 @@ from trl_integration.processes import gather_flags
 from trl_integration.prompts import has_text_prompts
 from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument
 from trl_integration.run_checks import OnWarning, RunChecks, gap_warning
+from trl_integration.shared_prefix import SharedPrefixMixin
 
 
-class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
+class AgentGRPOTrainer(RolloutMixin, SharedPrefixMixin):
     """
     [`~trl.GRPOTrainer`] whose completions are multi-turn tool trajectories sampled by a rollout engine.
 
@@ -128,6 +128,11 @@ class AgentGRPOTrainer(RolloutMixin, GRPOTrainer):
         self._learner_logps = torch.empty(0, 0)  # [B, C] of the latest loss
         self._has_tokens = False  # the coming optimizer step, on this process
         self._start_rollouts(rollout_engine, chat_format, redact_rollouts)
+        try:
+            self._start_trees(self.rollout_engine.max_model_len)
+        except ValueError:
+            self.close()
+            raise
         self._gap = GapMeter(self._max_mean_gap())
         self._run_checks = RunChecks(
             self.accelerator,

@@ -72,9 +72,19 @@ OVERRIDES = (
     ),
     Override(
         owner=GRPOTrainer,
+        name="_prepare_inputs",
+        why="Rows with the same prompt go into one micro-batch of their optimizer step.",
+        look_at="what it buffers, and which buffered batch it returns",
+        digest="0b769b55fe83e200",
+    ),
+    Override(
+        owner=GRPOTrainer,
         name="_get_per_token_logps_and_entropies",
-        why='With old_logprobs="sampler" the engine has the old log-probabilities: no forward pass.',
-        look_at="its arguments, and which calls are for the old policy",
+        why=(
+            'With old_logprobs="sampler" the engine has the old log-probabilities: no forward pass. '
+            "Rows are scored as a prefix tree."
+        ),
+        look_at="its arguments, which calls are for the old policy, and how it calls the model",
         digest="2e4dd3439e4f7630",
     ),
     Override(

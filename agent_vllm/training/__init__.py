@@ -10,10 +10,20 @@ from agent_vllm.training.logprobs import (
     predicted_logprobs,
     shift,
 )
+from agent_vllm.training.tree import PrefixTree
+from agent_vllm.training.tree_attention import (
+    TREE_ATTENTION,
+    reason_against_tree,
+    tree_inputs,
+    tree_logprobs,
+    use_tree_attention,
+)
 
 __all__ = [
+    "TREE_ATTENTION",
     "GapBound",
     "LogprobGap",
+    "PrefixTree",
     "TrainingBatch",
     "collate",
     "gather_logprobs",
@@ -21,5 +31,9 @@ __all__ = [
     "masked_mean",
     "pad_rows",
     "predicted_logprobs",
+    "reason_against_tree",
     "shift",
+    "tree_inputs",
+    "tree_logprobs",
+    "use_tree_attention",
 ]

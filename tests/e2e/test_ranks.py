@@ -155,6 +155,10 @@ def advantages(group):
     ]
 
 
+def test_ranks_compute_what_their_rows_share_once(story):
+    assert logged(story, 1, "shared_prefix/ratio") > 1
+
+
 def test_rows_that_fail_on_one_rank_are_left_out_there_alone(first):
     slow, fast = records(first[0] / "scripted")
     failed = [r for r in fast if r["stop_reason"] == "engine_error"]
@@ -257,3 +261,4 @@ def test_fsdp2_ranks_train_and_their_engines_follow(second):
         assert rank["versions"] == 1 + 2
     for step in (1, 2):
         assert logged(second / "sharded", step, "sampling/logprob_gap/max") <= 1e-5
+        assert logged(second / "sharded", step, "shared_prefix/ratio") > 1
