@@ -8,6 +8,7 @@ import pytest
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from trl_integration import AgentGRPOTrainer, trl_private
+from trl_integration.checkpoints import WholeCheckpoints
 from trl_integration.engine_mixin import EngineMixin
 from trl_integration.rollout_mixin import RolloutMixin
 
@@ -20,7 +21,7 @@ def test_the_installed_trl_is_the_one_that_the_overrides_were_written_for():
 def test_every_private_method_that_is_overridden_is_listed():
     overridden = {
         name
-        for kind in (AgentGRPOTrainer, RolloutMixin, EngineMixin)
+        for kind in (AgentGRPOTrainer, RolloutMixin, EngineMixin, WholeCheckpoints)
         for name, value in vars(kind).items()
         if inspect.isfunction(value) and name.startswith("_") and hasattr(GRPOTrainer, name)
     }
