@@ -1,4 +1,4 @@
-"""Objects that break whoever looks at them, and errors that can't be shown; for `test_boundaries.py`.
+"""Objects that break whoever looks at them, errors that can't be shown; for `test_boundaries.py`.
 
 Each is made anew by its entry: some of them can be used only once.
 """
@@ -96,14 +96,6 @@ class NeverText:
 class RefusesToGo:
     def __del__(self):
         raise Escape("not yet")
-
-
-class HasNoEnd:
-    """Awaited, it never comes to an end."""
-
-    def __await__(self):
-        while True:
-            yield
 
 
 def circle(kind):
