@@ -1,6 +1,6 @@
 """Keep a TRL trainer's rollout engine on its model's weights.
 
-Owns the methods of [`~transformers.Trainer`] at which weights or checkpoints change. Invariant: after
+Owns the methods of [`~transformers.Trainer`] at which weights change or are saved. Invariant: after
 an optimizer step, before training and before an evaluation, the engine is synced or marked stale. A
 learner that is not finite is neither stepped, synced nor saved.
 """
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agent_vllm.engines import RolloutEngine
 from agent_vllm.errors import LearnerDivergedError
+from trl_integration.checkpoints import WholeCheckpoints
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.engine_life import EngineLife, SyncAfterSteps
-from trl_integration.interrupts import interrupted_afterwards
 from trl_integration.learner_health import (
     divergence_message,
     non_finite_gradient,
@@ -27,7 +27,7 @@ from trl_integration.learner_health import (
 from trl_integration.processes import gather_flags
 
 
-class EngineMixin(Trainer):
+class EngineMixin(WholeCheckpoints):
     """
     [`~transformers.Trainer`] with a rollout engine.
 
@@ -126,10 +126,9 @@ class EngineMixin(Trainer):
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         return os.path.join(self._output_dir, name)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._check_weights()  # the newest checkpoint pushes out the oldest
-        with interrupted_afterwards():  # a run can't be resumed from half a checkpoint
-            super()._save_checkpoint(*args, **kwargs)
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.args.device.type == "cpu":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import Trainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -97,9 +98,30 @@ OVERRIDES = (
     Override(
         owner=GRPOTrainer,
         name="_save_checkpoint",
-        why="A signal must not leave half a checkpoint.",
-        look_at="its arguments",
+        why="A checkpoint is written whole under another name and renamed, and only if it is finite.",
+        look_at="its arguments, and the files that it writes",
         digest="e1179698f93075ef",
+    ),
+    Override(
+        owner=Trainer,
+        name="_save_checkpoint",
+        why="The same: it writes, pushes and rotates the checkpoints.",
+        look_at="what it does with `_get_output_dir`: `checkpoints._put_in_place` repeats its end",
+        digest="6b93fb5a53a54d67",
+    ),
+    Override(
+        owner=GRPOTrainer,
+        name="_get_output_dir",
+        why="While a checkpoint is written, it is another folder.",
+        look_at="who calls it",
+        digest="e39f563caf58bc49",
+    ),
+    Override(
+        owner=GRPOTrainer,
+        name="_push_from_checkpoint",
+        why="A checkpoint is uploaded once it has its name.",
+        look_at="which folder it reads",
+        digest="dc26feaf3eb3666f",
     ),
     Override(
         owner=GRPOTrainer,

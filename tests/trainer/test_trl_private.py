@@ -8,9 +8,18 @@ import pytest
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from trl_integration import AgentGRPOTrainer, trl_private
+from trl_integration.checkpoints import WholeCheckpoints
 from trl_integration.engine_mixin import EngineMixin
 from trl_integration.rollout_mixin import RolloutMixin
 from trl_integration.shared_prefix import SharedPrefixMixin
+
+TRAINER_CLASSES = (
+    AgentGRPOTrainer,
+    SharedPrefixMixin,
+    RolloutMixin,
+    EngineMixin,
+    WholeCheckpoints,
+)
 
 
 def test_the_installed_trl_is_the_one_that_the_overrides_were_written_for():
@@ -21,7 +30,7 @@ def test_the_installed_trl_is_the_one_that_the_overrides_were_written_for():
 def test_every_private_method_that_is_overridden_is_listed():
     overridden = {
         name
-        for kind in (AgentGRPOTrainer, SharedPrefixMixin, RolloutMixin, EngineMixin)
+        for kind in TRAINER_CLASSES
         for name, value in vars(kind).items()
         if inspect.isfunction(value) and name.startswith("_") and hasattr(GRPOTrainer, name)
     }

@@ -1,10 +1,13 @@
 """Recorded rollouts: what is written is read back, whatever it holds and however the run ended."""
 
+import base64
 import json
 import math
+import re
 import resource
 import signal
 import tracemalloc
+import urllib.parse
 import warnings
 from dataclasses import replace
 
@@ -23,6 +26,7 @@ from agent_vllm.record import (
     redact_secrets,
     to_trajectory,
 )
+from agent_vllm.record.schema import to_json
 from agent_vllm.rollout import rollout_single
 from agent_vllm.types import (
     CallRecord,
@@ -424,13 +428,94 @@ def secret_places(chat, t):
     return [any(s <= i < s + len(needle) for s in starts) for i in range(len(ids))]
 
 
-def test_where_the_ids_spell_it_otherwise_all_are_blanked(path):
+PEM = "-----BEGIN KEY-----\nsk/12+ab\n-----END KEY-----"
+CARD = 4111111111111111
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said", "spelled"),
+    [
+        ("sk-1", "sk-1", '{"key": "sk-\\u0031"}'),
+        ("sk-1", "sk-1", "SK-1"),  # a normaliser changed it
+        (PEM[:30], "", json.dumps(json.dumps({"key": PEM}))),  # in the description of a tool
+    ],
+)
+def test_where_the_ids_may_spell_it_otherwise_all_are_blanked(path, pattern, said, spelled):
     tokenizer = chatml_tokenizer()
-    ids = ids_of(tokenizer, '{"key": "sk-\\u0031"}')
-    t = trajectory(ids, sampled(*ids), messages=user("sk-1"), num_prompt_messages=1)
-    (line,) = record(path, t, tokenizer=tokenizer, redact=redact_secrets(r"sk-1"))
+    ids = ids_of(tokenizer, spelled)
+    t = trajectory(ids, sampled(*ids), messages=user(said), num_prompt_messages=1)
+    (line,) = record(path, t, tokenizer=tokenizer, redact=redact_secrets(re.escape(pattern)))
     assert set(line["prompt_ids"] + line["completion_ids"]) == {-1}
     assert line["token_texts"] == {"-1": "[redacted]"}
+
+
+def test_a_match_elsewhere_in_the_tokens_hides_none_that_they_spell_otherwise(path):
+    tokenizer = chatml_tokenizer()
+    ids = ids_of(tokenizer, "sk-2 sk-2 sk-?")
+    t = trajectory(ids, messages=user("sk-1, sk-2"), num_prompt_messages=1)
+    (line,) = record(path, t, tokenizer=tokenizer, redact=redact_secrets(r"sk-\d"))
+    assert set(line["prompt_ids"]) == {-1}
+
+
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_without_a_tokenizer_no_id_of_a_redacted_record_is_kept(path, has_secret):
+    """Nobody can say what they spell."""
+    t = trajectory([1], sampled(2), messages=user(SECRET if has_secret else "hi"))
+    (line,) = record(path, t, redact=redact_secrets(r"sk-\w+"))
+    assert line["prompt_ids"] + line["completion_ids"] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (f"the key {SECRET}, kept", "the key [redacted], kept"),
+        (json.dumps({"key": PEM}), "[redacted]"),
+        (json.dumps(json.dumps({"key": PEM})), "[redacted]"),
+        (repr({"key": PEM}), "[redacted]"),
+        (urllib.parse.quote(PEM, safe=""), "[redacted]"),
+        (base64.b64encode(PEM.encode()).decode(), "[redacted]"),
+        ("Basic " + base64.b64encode(b"me:sk-12ab").decode(), "[redacted]"),
+        (CARD, "[redacted]"),
+        (float(CARD), "[redacted]"),
+        ({"nested": [CARD, {SECRET: 1.5}]}, {"nested": ["[redacted]", {"[redacted]": 1.5}]}),
+        (["a word of ordinary length", 3, 0.1, None, True], ...),
+    ],
+)
+def test_a_secret_is_found_in_every_form_in_which_it_is_written(path, value, kept):
+    patterns = (re.escape(PEM), r"sk-\w+", r"\b\d{16}\b")
+    messages = [{"role": "user", "content": "hi", "extra": value}]
+    call = ToolCall(name="f", arguments={"value": value})
+    result = ToolResult(name="f", content=to_json(value), status="ok")
+    turn = Turn(
+        segment=sampled(1), text=to_json(value), calls=[CallRecord(call=call, result=result)]
+    )
+    t = replace(trajectory([1], messages=messages), turns=[turn], error=to_json(value))
+    fields = {"row": {"value": value}, "rewards": {"good": 1 / 3}, "started": float(CARD)}
+    (line,) = record(path, t, redact=redact_secrets(*patterns), **fields)
+    kept = value if kept is ... else kept
+    (call_record,) = line["calls"]
+    assert line["messages"][0]["extra"] == kept
+    assert line["row"] == {"value": kept}
+    assert call_record.call.arguments == {"value": kept}
+    for text in (line["error"], line["turn_outputs"][0], call_record.result.content):
+        assert ("[redacted]" in text) == (kept != value)
+        assert not any(secret in text for secret in (SECRET, str(CARD), to_json(PEM)))
+    assert (line["rewards"], line["started"]) == (fields["rewards"], fields["started"])
+
+
+def test_a_call_that_is_nested_480_deep_is_redacted_too(path):
+    arguments = SECRET
+    for _ in range(480):
+        arguments = {"a": arguments}
+    turn = Turn(segment=sampled(1), text="", calls=[])
+    call = CallRecord(
+        call=ToolCall(name="f", arguments=arguments),
+        result=ToolResult(name="f", content="", status="ok"),
+    )
+    t = replace(trajectory([1]), turns=[replace(turn, calls=[call])])
+    with RolloutRecorder(path, redact=redact_secrets(r"sk-\w+")) as recorder:
+        recorder.write(t)
+    assert SECRET not in path.read_text() and '"a":"[redacted]"' in path.read_text()
 
 
 def test_a_hook_may_leave_a_trajectory_out(path):
