@@ -115,6 +115,7 @@ class RolloutMixin(EngineMixin):
         # TRL judges truncation by the last token; here the stop reason does, in `TrainingRollout`.
         self.mask_truncated_completions = False
         self.chat_format = chat_format or self._own_format()
+        self.chat_format.check_tools([*self._row_tools.of_all, *self._environments.example_tools])
         if self._environments.have_users:
             user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         self._start_engine(engine)
