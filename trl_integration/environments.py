@@ -50,6 +50,11 @@ class RowTools:
         """Return the names that every row may offer."""
         return list(self._tools)
 
+    @property
+    def of_all(self) -> list[Tool]:
+        """Return the tools that every row may offer."""
+        return list(self._tools.values())
+
     def of(self, row: Row) -> ToolFunctions:
         if self._of_row is not None:
             return self._of_row(row)
@@ -131,6 +136,11 @@ class RowEnvironments:
     def reward_types(self) -> Sequence[type]:
         """Return the types of environments that have a `get_reward`."""
         return [] if self._environments is None else self._environments.reward_types
+
+    @property
+    def example_tools(self) -> list[Tool]:
+        """Return the methods that the model may call, of every kind of environment."""
+        return [] if self._environments is None else self._environments.example_tools
 
     def start(self, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> None:
         """Reset an environment per row; control tokens in its messages stay text."""

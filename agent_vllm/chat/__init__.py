@@ -2,7 +2,8 @@
 
 `format` is the hot path, `text` is for where nothing can be called, `codec` encodes and decodes,
 `template` renders, `probe` learns from a template when a format is built, `parsing` reads assistant
-turns. Invariant: what was sampled is never decoded and encoded again.
+turns, `tool_check` finds the tools that can't be called. Invariant: what was sampled is never
+decoded and encoded again.
 """
 
 from agent_vllm.chat.codec import num_common
@@ -18,6 +19,7 @@ from agent_vllm.chat.parsing import (
 )
 from agent_vllm.chat.template import ChatTemplate
 from agent_vllm.chat.text import TEXT_ROLE, DecodedChatFormat, TextFormat
+from agent_vllm.chat.tool_check import example_call
 
 __all__ = [
     "TEXT_ROLE",
@@ -28,6 +30,7 @@ __all__ = [
     "ResponseTemplateParser",
     "SampledTurn",
     "TextFormat",
+    "example_call",
     "named_parser",
     "num_common",
     "parse_hermes",

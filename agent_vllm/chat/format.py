@@ -7,7 +7,8 @@ ids so far plus `suffix_ids`, which hold only what the template and the tools wr
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,8 @@ from agent_vllm.chat.parsing import (
 )
 from agent_vllm.chat.probe import TemplateProbe, TurnMarks
 from agent_vllm.chat.template import NOT_EXTENDABLE, ChatTemplate, choose_template
-from agent_vllm.errors import ChatTemplateError
+from agent_vllm.chat.tool_check import ToolCheck
+from agent_vllm.errors import ChatTemplateError, ToolDefinitionError
 from agent_vllm.tools import Tool
 from agent_vllm.types import Messages, ParsedTurn, ToolCall, ToolResult
 
@@ -134,6 +136,37 @@ class ChatFormat:
             ChatTemplateError: the template has no switch.
         """
         return dataclasses.replace(self, template=self.template.with_switch(thinking))
+
+    # ---- tools ----
+
+    def check_tools(self, tools: Iterable[Tool]) -> None:
+        """Check that the model can call these tools: write an example call and read it back.
+
+        Raises:
+            ToolDefinitionError: one can't be called; says why and what to do.
+        """
+        for tool in tools:
+            if problem := self._tool_problem(tool.schema_text):
+                raise ToolDefinitionError(problem)
+
+    @property
+    def tool_check(self) -> ToolCheck:
+        """Return what writes calls with this template and reads them back."""
+        return ToolCheck(
+            template=self.template,
+            codec=self.codec,
+            parse=self.parse,
+            end_token_ids=self.end_token_ids,
+        )
+
+    @functools.cached_property
+    def _tool_problem(self) -> Callable[[str], str | None]:
+        """Check each tool once, by its schema's text: a cached tool would keep its environment."""
+
+        def problem(schema_text: str) -> str | None:
+            return self.tool_check.problem(Tool(schema=json.loads(schema_text), function=_not_run))
+
+        return functools.lru_cache(maxsize=4096)(problem)
 
     # ---- conversations to ids ----
 
@@ -261,6 +294,9 @@ class ChatFormat:
         last = token_ids[-1] if token_ids else None
         known = last if last in self.marks.end_ids else self.turn_end_id
         return "" if known is None else self.codec.token_text(known)
+
+
+def _not_run(**_: Any) -> None: ...
 
 
 def known_ends(tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> tuple[int, ...]:

@@ -127,6 +127,13 @@ class Environments:
         """Return the methods that the model may call in this kind of environment."""
         return list(kind_of(self.examples[name]).tools)
 
+    @property
+    def example_tools(self) -> list[Tool]:
+        """Return the methods that the model may call, of every kind, bound to no instance."""
+        return [
+            tool for example in self.examples.values() for tool in kind_of(example).tools.values()
+        ]
+
     def start(
         self, rows: Sequence[Mapping[str, Any]], as_data: Callable[[str], str] = str
     ) -> list[StartedEnvironment]:

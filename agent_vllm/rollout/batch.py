@@ -15,7 +15,7 @@ from agent_vllm.blocking import run_blocking
 from agent_vllm.chat import ChatFormat
 from agent_vllm.engines.base import RolloutEngine
 from agent_vllm.environments import User, user_suffix_ids
-from agent_vllm.errors import ChatTemplateError
+from agent_vllm.errors import ChatTemplateError, ToolDefinitionError
 from agent_vllm.rollout.episode import Episode, RolloutTask
 from agent_vllm.rollout.garbage import rare_full_collections
 from agent_vllm.rollout.sampler import RolloutContext, TurnSampler
@@ -190,9 +190,9 @@ async def rollout_batch_async(
     Raises:
         ValueError: batch sizes differ, a conversation is empty, G trajectories share a user, or a
             sampling value is out of range (`InvalidRequestError`).
-        ToolDefinitionError: a tool can't be described to the model.
+        ToolDefinitionError: a tool can't be described to the model, or called by it.
         ChatTemplateError: the template can write none of the conversations. If it can't write some
-            of them, their trajectories end as `StopReason.ENVIRONMENT_ERROR`.
+            of them or their tools, their trajectories end as `StopReason.ENVIRONMENT_ERROR`.
     """
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_strings=stop_strings
@@ -236,12 +236,12 @@ def _episodes(
 ) -> Iterator[Episode]:
     """Yield the G episodes of each task; those of one task share the work on its prompt."""
     formats = _formats(chat, thinking_ratio)
-    prompts = [_prompts(formats, task) for task in tasks]
+    prompts = [_prompts(chat, formats, task) for task in tasks]
     _refuse_if_none_is_written(prompts)
     options = (num_generations, thinking_ratio, seed)
     samplers = turn_samplers(context, chat, len(tasks), *options)
     for task, prompt, of_row in zip(tasks, prompts, samplers, strict=True):
-        if isinstance(prompt, ChatTemplateError):
+        if isinstance(prompt, Exception):
             shown = [message for message in task.messages if isinstance(message, Mapping)]
             task = replace(task, messages=shown, error=task.error or str(prompt))
             prompt = {key: [chat.end_token_ids[0]] for key in formats}  # no row may be empty
@@ -277,19 +277,20 @@ def turn_samplers(
 
 
 def _prompts(
-    formats: Mapping[bool | None, ChatFormat], task: RolloutTask
-) -> dict[bool | None, list[int]] | ChatTemplateError:
-    """Return the ids of a task's prompt by thinking, or why it can't be written."""
+    chat: ChatFormat, formats: Mapping[bool | None, ChatFormat], task: RolloutTask
+) -> dict[bool | None, list[int]] | Exception:
+    """Return the ids of a task's prompt by thinking, or why it or its tools can't be written."""
     tools = list(task.tools.values())
     try:
+        chat.check_tools(tools)
         return {thinking: f.prompt_ids(task.messages, tools) for thinking, f in formats.items()}
-    except ChatTemplateError as error:
+    except (ChatTemplateError, ToolDefinitionError) as error:
         return error
 
 
 def _refuse_if_none_is_written(prompts: Sequence[Any]) -> None:
     """Raise the first error where every prompt has one: the fault is not one row's."""
-    errors = [prompt for prompt in prompts if isinstance(prompt, ChatTemplateError)]
+    errors = [prompt for prompt in prompts if isinstance(prompt, Exception)]
     if errors and len(errors) == len(prompts):
         raise errors[0]
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import CHATML, END, add, chatml_tokenizer, shout, trl_template
+from families import tokenizer_of
 from hermes import RESPONSE_TEMPLATE
 from paths import ROOT
 from transformers import Qwen3ForCausalLM
@@ -25,7 +26,7 @@ from agent_vllm.inspect.doctor.findings import Check, Finding, Report, show_ids
 from agent_vllm.inspect.doctor.subject import SubjectState, load_tools
 from agent_vllm.settings import SamplingParams
 from agent_vllm.testing import ScriptedRolloutEngine
-from agent_vllm.tools import as_tool
+from agent_vllm.tools import Tool, as_tool
 from agent_vllm.training import shift
 from agent_vllm.types import ParsedTurn
 
@@ -347,6 +348,13 @@ def test_a_file_of_tools(tmp_path):
     report = template_report(tools=path)
     assert failures(report) == {}
     assert one(report, "tools").evidence == "search. They are not run here."
+
+
+def test_a_tool_that_the_family_can_not_call():
+    function = {"name": "get-weather", "parameters": {"type": "object", "properties": {}}}
+    dashed = Tool(schema={"type": "function", "function": function}, function=print)
+    report = template_report(tokenizer=tokenizer_of("lfm2_2_5"), tools=[dashed])
+    assert "`get-weather` can't be called" in failures(report)["calls parse back"]
 
 
 def test_a_tool_that_ends_the_episode():

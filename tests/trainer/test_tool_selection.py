@@ -5,8 +5,13 @@ import json
 import pytest
 from datasets import Dataset
 from fakes import add, shout, user
+from tiny_tasks import get_price
+from trainers import REWARDS, build
+from worlds import Counter
 
+from agent_vllm.chat import ChatFormat
 from agent_vllm.errors import ToolDefinitionError
+from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool, as_tool, select_tools, tools_by_name
 
 TOOLS = tools_by_name([add, shout])
@@ -75,3 +80,13 @@ def test_none_is_taken_out_at_every_depth():
 def test_schemas_may_be_a_json_string():
     (tool,) = select_tools(json.dumps([as_tool(add).schema]), TOOLS)
     assert tool.schema == as_tool(add).schema
+
+
+@pytest.mark.parametrize(
+    "offered", [{"tools": [get_price]}, {"environment_factory": Counter}], ids=["list", "methods"]
+)
+def test_tools_are_tried_before_training(agent, tmp_path, offered):
+    chat = ChatFormat.from_tokenizer(agent[1], parser="lfm2")
+    engine = ScriptedRolloutEngine(agent[1], [])
+    with pytest.raises(ToolDefinitionError, match=r"`\w+` can't be called"):
+        build(agent, tmp_path, engine, reward_funcs=REWARDS, chat_format=chat, **offered)

@@ -14,6 +14,7 @@ import regex
 from transformers.utils.chat_parsing import parse_response
 
 from agent_vllm.chat.parsing.turn import SampledTurn
+from agent_vllm.tools.schema import allowed_types, type_of
 from agent_vllm.types import ParsedTurn, ToolCall
 
 _CALLS = "tool_calls"
@@ -41,6 +42,7 @@ class ResponseTemplateParser:
         self.template = template
         self._anchor = _pattern(template, "start_anchor")
         self._fields = [_Field.of(name, spec) for name, spec in fields.items()]
+        self._has_json = fields[_CALLS].get("content") == "json"  # which says its own types
         self._reader = _Tags.of(fields[_CALLS]) or _LooseJson.of(fields[_CALLS])
         self._call_template = {
             key: template[key]
@@ -99,7 +101,7 @@ class ResponseTemplateParser:
             if self._reader is not None:
                 name, arguments = self._reader.read(region, turn.tools)
             else:
-                tools: list[Any] = [dict(tool) for tool in turn.tools]
+                tools: list[Any] = [] if self._has_json else [dict(t) for t in turn.tools]
                 message = parse_response(region, self._call_template, prefix="", tools=tools)
                 function = message[_CALLS][0]["function"]
                 name, arguments = function["name"], function.get("arguments")
@@ -147,7 +149,7 @@ class _Tags:
         """Return name and arguments of the call that the region begins with."""
         head = self.call.match(region)
         name = head["name"].strip()
-        types = _argument_types(name, tools)
+        parameters = _parameters(name, tools)
         arguments: dict[str, Any] = {}
         position = head.end()
         while opening := self.open.search(region, position):
@@ -159,7 +161,7 @@ class _Tags:
             value = region[opening.end() : closing.start()]
             if self.on_own_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = _typed(value, types.get(key, {}))
+            arguments[key] = _typed(value, key, parameters)
             position = closing.end()
         _check_gap(self.end.sub("", region[position:]))
         return name, arguments
@@ -189,6 +191,8 @@ class _LooseJson:
         call = _pattern(spec, "open")
         if len(quotes) != 1 or len(set(quotes[0])) != 1 or "name" not in call.groupindex:
             return None
+        # Templates write names as they are; TRL's pattern knows those of Python.
+        call = regex.compile(call.pattern.replace(r"\w+)", r"[^\s{<]{1,256}+)"), regex.DOTALL)
         return cls(call=call, close=_pattern(spec, "close"), quote=quotes[0][0])
 
     def read(self, region: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Any]:
@@ -268,24 +272,29 @@ def _without_end(text: str, field: _Field) -> str:
     return text[: close.start()] + text[close.end() :] if close else text
 
 
-def _argument_types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     functions = (tool.get("function", {}) for tool in tools)
     schema = next((f for f in functions if f.get("name") == name), {})
-    return (schema.get("parameters") or {}).get("properties") or {}
+    return schema.get("parameters") or {}
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return a tag's value: its text if the schema allows text or says nothing, else JSON."""
-    choices = [schema, *schema.get("anyOf", ())]
-    types = {kind for choice in choices for kind in _as_list(choice.get("type"))}
-    if not types or "string" in types:
+def _typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
+    """Return a tag's value: its text if the schema allows only text or doesn't know it, else JSON.
+
+    Where text and others are allowed, JSON of an allowed type is read as such.
+    """
+    properties = parameters.get("properties") or {}
+    if key not in properties:
+        return text
+    types = allowed_types(properties[key], parameters)
+    if types <= {"string"}:
         return text
     word = text.strip().lower()
-    return _WORDS[word] if word in _WORDS else _loads(text)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    value = _WORDS[word] if word in _WORDS else _loads(text)
+    if "string" not in types:
+        return value
+    is_meant = text == text.strip() and type_of(value) in types - {"string"}
+    return value if is_meant else text
 
 
 def _loads(text: str) -> Any:

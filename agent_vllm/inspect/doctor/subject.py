@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.chat import ChatFormat, ResponseParser, num_common
+from agent_vllm.chat import ChatFormat, ResponseParser, example_call
 from agent_vllm.rollout import rollout_single
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.tools import Tool, tools_by_name, tools_in_file
@@ -20,7 +20,6 @@ from agent_vllm.types import Messages, ToolCall, Trajectory
 Tools = Sequence[Tool | Callable[..., Any]]
 STAND_IN_RESULT = "42"
 USER = {"role": "user", "content": "What is it like in Oslo?"}
-_EXAMPLES = {"string": "Oslo", "integer": 3, "number": 2.5, "boolean": True, "array": []}
 
 
 @dataclass(kw_only=True)
@@ -53,17 +52,7 @@ class SubjectState:
 
     def written(self, calls: Sequence[ToolCall]) -> list[int]:
         """Return the ids of an assistant turn as the template writes it, end token included."""
-        turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else "It is noon."}
-        if calls:
-            turn["tool_calls"] = [call.as_message() for call in calls]
-        render = self.chat.template.render
-        prompt = self.encode(render([USER], add_generation_prompt=True))
-        whole = self.encode(render([USER, turn], add_generation_prompt=False))
-        start = num_common(prompt, whole)  # a prompt may open a block that the turn shows empty
-        ends = [i for i, id_ in enumerate(whole) if id_ in self.chat.end_token_ids and i >= start]
-        if ends:
-            return whole[start : ends[-1] + 1]
-        return [*whole[start:], self.chat.end_token_ids[0]]
+        return self.chat.tool_check.written(calls)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -89,20 +78,3 @@ def load_tools(source: Tools | str | Path) -> list[Tool]:
     if not tools:
         raise ValueError("There must be at least one tool, got none.")
     return tools
-
-
-def example_call(tool: Tool) -> ToolCall:
-    """Return a call of the tool with an example value for each of its parameters."""
-    properties = (tool.schema["function"].get("parameters") or {}).get("properties", {})
-    arguments = {name: _example_value(schema) for name, schema in properties.items()}
-    return ToolCall(name=tool.name, arguments=arguments)
-
-
-def _example_value(schema: dict[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "string")
-    kind = next(iter(kind), "string") if isinstance(kind, list) else kind
-    if kind == "object":
-        return {name: _example_value(s) for name, s in schema.get("properties", {}).items()}
-    return _EXAMPLES.get(kind, "Oslo")

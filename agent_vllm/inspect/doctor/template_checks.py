@@ -11,21 +11,24 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_vllm.chat import ChatFormat, ChatTemplate, SampledTurn, num_common
+from agent_vllm.chat import ChatFormat, ChatTemplate, SampledTurn, example_call, num_common
 from agent_vllm.engines.models import end_token_ids, merge_end_token_ids, pad_token_id
-from agent_vllm.errors import ChatTemplateError
+from agent_vllm.errors import ChatTemplateError, ToolDefinitionError
 from agent_vllm.inspect.doctor.findings import Check, Finding, show_ids
 from agent_vllm.inspect.doctor.subject import (
     STAND_IN_RESULT,
     USER,
     SubjectState,
-    example_call,
     load_tools,
 )
 from agent_vllm.training import collate
 from agent_vllm.types import Messages, ToolCall, ToolResult
 
 _THOUGHT = "Rain is likely there."
+_OTHER_PARSER = (
+    "If the parser is not of this family, give another (`--parser`, or `parser` of "
+    "`ChatFormat.from_tokenizer`)."
+)
 
 
 def find_tokenizer(state: SubjectState) -> Finding:
@@ -133,11 +136,12 @@ def find_tools_in_prompt(state: SubjectState) -> Finding:
 
 def find_calls(state: SubjectState) -> Finding:
     """Check that calls are read as the template writes them: one of each tool, two in a turn."""
-    several = [example_call(tool) for tool in (*state.tools, state.tools[0])][:2]
-    groups = [[example_call(tool)] for tool in state.tools]
+    try:
+        state.chat.check_tools(state.tools)
+    except ToolDefinitionError as error:
+        return Finding(status="fail", evidence=str(error), remedy=_OTHER_PARSER)
     if not state.chat.template.one_call_per_turn:
-        groups.append(several)
-    for calls in groups:
+        calls = [example_call(tool) for tool in (*state.tools, state.tools[0])][:2]
         ids = state.written(calls)
         prompt = state.chat.prompt_ids(state.prompts[0], state.tools)
         read = [replace(call, id=None) for call in state.chat.parse(ids, prompt, state.tools).calls]
@@ -146,8 +150,7 @@ def find_calls(state: SubjectState) -> Finding:
                 status="fail",
                 evidence=f"{state.decode(ids)!r} is read as {_as_text(read)} instead of "
                 f"{_as_text(calls)}.",
-                remedy="Give a parser that reads this family (`--parser`, or `parser` of "
-                "`ChatFormat.from_tokenizer`).",
+                remedy=_OTHER_PARSER,
             )
     habit = (
         "one call per turn" if state.chat.template.one_call_per_turn else "two in one turn as well"
