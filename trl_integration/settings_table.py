@@ -98,7 +98,7 @@ SETTINGS: Mapping[str, Setting] = {
     "vllm_server_host": _BASE_URLS,
     "vllm_server_port": _BASE_URLS,
     "vllm_server_timeout": _refused("Start the servers before the trainer. Leave it out."),
-    "vllm_group_port": _refused("The engine finds a free port. Leave it out."),
+    "vllm_group_port": _refused("Pass `rollout_engine_kwargs={'group_port': ...}`."),
     "vllm_gpu_memory_utilization": Setting(note="Bounds nothing without a GPU.", engines=("vllm",)),
     "vllm_max_model_length": Setting(note="The engine's `max_model_len`.", engines=ENGINE_NAMES),
     "vllm_tensor_parallel_size": _refused(
