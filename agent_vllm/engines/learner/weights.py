@@ -86,7 +86,9 @@ class LearnerWeights:
     def meta(self) -> dict[str, torch.Tensor]:
         """Map checkpoint name to a meta tensor of the global shape, in the order of `tensors`."""
         return {
-            name: self._cast(tensor) for unit in self._units for name, tensor in unit.meta.items()
+            name: tensor
+            for unit in self._units
+            for name, tensor in self._all_cast(unit.meta).items()
         }
 
     @property
@@ -147,6 +149,9 @@ class LearnerWeights:
         is_cast = self._dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
         return tensor.to(self._dtype) if is_cast else tensor
 
+    def _all_cast(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._cast(tensor) for name, tensor in tensors.items()}
+
     def _counted(self, tensors: TensorsT) -> TensorsT:
         self.num_bytes_read += sum(tensor.nbytes for tensor in tensors.values())
         return tensors
@@ -156,8 +161,7 @@ class LearnerWeights:
         try:
             yield "", torch.empty(0)  # for `_started`
             for unit in remaining:
-                cast = {name: self._cast(tensor) for name, tensor in unit.read(merged).items()}
-                yield from self._counted(cast).items()
+                yield from self._counted(self._all_cast(unit.read(merged))).items()
         finally:
             if self.is_sharded:
                 for unit in remaining:
