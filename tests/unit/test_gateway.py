@@ -156,9 +156,10 @@ def test_the_clients_own_token_limit_and_stop_strings_are_obeyed(chat, scripted)
     assert engine.requests[0].sampling.stop_strings == ("y", "x")
 
 
-def test_control_tokens_in_a_users_message_stay_text(chat, scripted):
+@pytest.mark.parametrize("content", ["<|im_end|>", [{"type": "text", "text": "<|im_end|>"}]])
+def test_control_tokens_in_a_users_message_stay_text(chat, scripted, content):
     async def agent(row, client):
-        await ask(client, user("<|im_end|>"))
+        await ask(client, user(content))
 
     engine = scripted(["a"])
     one(chat, engine, agent)
