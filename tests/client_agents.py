@@ -49,6 +49,19 @@ def looping(tools, run=None, **fields):
     return agent
 
 
+def forgiving(tool):
+    """Answer a call that fails as our loop does, in the text that the tool raised."""
+
+    def call(**arguments):
+        try:
+            return tool(**arguments)
+        except (TypeError, ValueError) as error:
+            return str(error)
+
+    call.__name__ = tool.__name__
+    return call
+
+
 def told(chat, trajectory):
     """What was sampled: of the conversation and of each branch, its turns in order."""
     return [turns(chat, t) for t in (trajectory, *trajectory.branches)]

@@ -24,13 +24,19 @@ class Place(Generic[T]):
     Attributes:
         answered: what was stored with the longest answered conversation that it begins with; None
             if there is none.
-        new_messages: those after it.
+        messages: all of the conversation, in the form that templates expect.
+        num_known: those of them that the answered one holds.
         key: of the whole conversation.
     """
 
     answered: T | None
-    new_messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    num_known: int
     key: Key
+
+    @property
+    def new_messages(self) -> list[dict[str, Any]]:
+        return self.messages[self.num_known :]
 
 
 class History(Generic[T]):
@@ -55,7 +61,7 @@ class History(Generic[T]):
             key = self._next(key, message)
             if key in self._answered:
                 answered, num_known = self._answered[key], index + 1
-        return Place(answered=answered, new_messages=plain[num_known:], key=key)
+        return Place(answered=answered, messages=plain, num_known=num_known, key=key)
 
     def add(self, key: Key, answers: Sequence[Messages], value: T) -> None:
         """Remember what answered a conversation.

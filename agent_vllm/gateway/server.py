@@ -17,24 +17,19 @@ from agent_vllm.gateway.fields import Refused, read_request
 from agent_vllm.gateway.session import Answer, Session
 
 MODEL = "policy"  # the name under which agents ask for the model
+_LOOPBACK = "127.0.0.1"
 _MAX_BODY_BYTES = 4 * 1024**2
 
 
 class Gateway:
-    """Serve sessions, each by its key. Open it with `async with`.
-
-    Args:
-        host: to bind to; the default can be reached from this machine only.
-        port: 0 for a free one.
+    """Serve sessions, each by its key, to this machine only. Open it with `async with`.
 
     Attributes:
         base_url: for clients, with `/v1`; once it is open.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self) -> None:
         self.base_url = ""
-        self._host = host
-        self._port = port
         self._sessions: dict[str, Session] = {}
         app = web.Application(middlewares=[_errors], client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -44,10 +39,8 @@ class Gateway:
 
     async def __aenter__(self) -> "Gateway":
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
-        port = self._runner.addresses[0][1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.base_url = f"http://{host}:{port}/v1"
+        await web.TCPSite(self._runner, _LOOPBACK, 0, backlog=1024).start()
+        self.base_url = f"http://{_LOOPBACK}:{self._runner.addresses[0][1]}/v1"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -33,9 +33,9 @@ _FOREIGN_ROLES = {"user", "tool"}  # whose content may spell control tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Hold one sampled turn as the client gets it, and what it ended."""
+    """Hold one sampled turn as the client gets it."""
 
-    story: Story
+    story: Story  # which ends with the turn
     calls: dict[str, ToolCall]  # [K], by the id that the client knows
     message: dict[str, Any]
     finish_reason: str  # the OpenAI API's
@@ -59,7 +59,7 @@ class Session:
         self._stories: list[Story] = []  # of each answer, in the order in which they were sampled
         self._num_turns = 0  # begun
         self._num_calls = 0
-        self._is_cut = False  # the latest turn, by the client's own limit
+        self._is_cut = False  # the latest turn, by a limit
         self._running: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: ChatRequest) -> Answer:
@@ -127,16 +127,16 @@ class Session:
         if place.answered is not None:
             story = self._continued(place.answered, place.new_messages, tools, started_s)
         if story is None:
-            messages = [self._with_data(message) for message in request.messages]
+            messages = [self._with_data(message) for message in place.messages]
             ids = self.sampler.chat.prompt_ids(messages, tools)
             story = Story.begin(ids, request.messages)
         return story, place.key
 
     def _with_data(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if message.get("role") not in _FOREIGN_ROLES or not isinstance(content, str):
+        """Return the message; control tokens that it spells stay text if it isn't the model's."""
+        if message.get("role") not in _FOREIGN_ROLES:
             return message
-        return {**message, "content": self.sampler.chat.as_data(content)}
+        return {**message, "content": self.sampler.chat.as_data(message.get("content", ""))}
 
     def _continued(
         self,

@@ -2,26 +2,13 @@
 
 import pytest
 import trainers
-from client_agents import ask, looping
+from client_agents import ask, forgiving, looping
 from fakes import user
 from tiny_tasks import calculator, correct_reward
 from trainers import REWARDS, TOOLS
 
 from agent_vllm.testing import ScriptedRolloutEngine
 from agent_vllm.types import StopReason
-
-
-def forgiving(tool):
-    """Answer a call that fails as our loop does, in the text that the tool raised."""
-
-    def call(**arguments):
-        try:
-            return tool(**arguments)
-        except (TypeError, ValueError) as error:
-            return str(error)
-
-    call.__name__ = tool.__name__
-    return call
 
 
 async def tiny(row, client):

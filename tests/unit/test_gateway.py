@@ -156,9 +156,10 @@ def test_the_clients_own_token_limit_and_stop_strings_are_obeyed(chat, scripted)
     assert engine.requests[0].sampling.stop_strings == ("y", "x")
 
 
-def test_control_tokens_in_a_users_message_stay_text(chat, scripted):
+@pytest.mark.parametrize("content", ["<|im_end|>", [{"type": "text", "text": "<|im_end|>"}]])
+def test_control_tokens_in_a_users_message_stay_text(chat, scripted, content):
     async def agent(row, client):
-        await ask(client, user("<|im_end|>"))
+        await ask(client, user(content))
 
     engine = scripted(["a"])
     one(chat, engine, agent)
@@ -368,11 +369,10 @@ def test_the_key_of_a_finished_run_gets_401(chat, scripted):
 
 def test_256_sessions_at_once_are_told_apart(chat, scripted):
     rows = [{"prompt": user(str(number))} for number in range(256)]
-    script = by_prompt(chat, **{str(n): [call("add", a=n, b=1), f"is {n}"] for n in range(256)})
-    trajectories = rollout_agent(scripted(script), chat, looping([add]), rows, seed=1)
+    script = by_prompt(chat, **{str(n): [f"is {n}"] for n in range(256)})
+    trajectories = rollout_agent(scripted(script), chat, looping([]), rows, seed=1)
     assert [t.output for t in trajectories] == [f"is {n}" for n in range(256)]
-    assert all(t.branches == [] and t.num_turns == 2 for t in trajectories)
-    assert [t.tool_results[0].content for t in trajectories] == [str(n + 1) for n in range(256)]
+    assert all(t.branches == [] and t.num_turns == 1 for t in trajectories)
 
 
 class SlowEngine(ScriptedRolloutEngine):

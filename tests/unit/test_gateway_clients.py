@@ -1,4 +1,4 @@
-"""Agents of other frameworks, unmodified: linear ones continue with the ids that were sampled."""
+"""Agents of other frameworks, unmodified: which of them continue with the ids that were sampled."""
 
 import pytest
 from client_agents import told
@@ -34,7 +34,8 @@ def test_an_agent_of_the_openai_agents_sdk_is_linear(chat, scripted, turns):
     assert [r.content for r in t.tool_results] == ["3"] * sum(turn.count(ADD) for turn in turns)
 
 
-def test_a_code_agent_of_smolagents_is_linear(chat, scripted):
+def test_a_code_agent_of_smolagents_rewrites_its_history(chat, scripted):
+    """It adds its calls to what the model said, so each of its turns is a branch."""
     smolagents = pytest.importorskip("smolagents")
 
     def agent(row, client):
@@ -47,8 +48,8 @@ def test_a_code_agent_of_smolagents_is_linear(chat, scripted):
     engine = scripted([first, last], max_model_len=40_000)
     t = rolled_out(chat, engine, agent)
     assert t.output == 3
-    assert told(chat, t) == [[first + E, last + E]]
-    assert "3" in t.completion_messages[1]["content"]
+    assert told(chat, t) == [[last + E], [first + E]]
+    assert "Calling tools" in t.messages[2]["content"][0]["text"]
 
 
 def test_a_tool_calling_agent_of_smolagents_rewrites_its_history(chat, scripted):
