@@ -10,7 +10,7 @@ Legend: B rows, P prompt, C completion, T = P + C, N positions of a tree.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -32,9 +32,8 @@ _MAX_MEAN_FLOAT32 = 1e-4  # nats; sums in another order differ by less than 1e-5
 _MAX_MEAN_HALF = 0.05
 _WORST_TOKEN = 25.0  # a single token may be this many times as far away as the mean
 
-Scores = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]  # [B, C], [B, C], [] aux loss
+# logprobs [B, C], entropies [B, C] and the routers' loss []; None where TRL asked for none
+Scores = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Batch = dict[str, Any]  # as TRL's trainer buffers them
 
 
@@ -116,7 +115,7 @@ class SharedPrefixMixin(GRPOTrainer):
         if not self._uses_trees or self._buffered_inputs is before:
             return inputs
         # TRL's shuffle parts groups. An optimizer step keeps its rows, its micro-batches exchange them.
-        num_steps = self.args.steps_per_generation
+        num_steps = cast(int, self.args.steps_per_generation)  # set by TRL's config
         in_one_step = math.gcd(num_steps, self.args.gradient_accumulation_steps)
         self._buffered_inputs = [
             batch
@@ -170,7 +169,7 @@ class SharedPrefixMixin(GRPOTrainer):
         counts = [[sum(t.num_row_tokens for t in trees), sum(t.num_tokens for t in trees)]]
         totals = gather(self.accelerator, torch.tensor(counts, device=self.accelerator.device))
         num_row_tokens, num_tree_tokens = totals.sum(0).tolist()
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if cast(PreTrainedModel, self.model).training else "eval"
         ratio = num_row_tokens / max(num_tree_tokens, 1)
         self._metrics[mode]["shared_prefix/ratio"].append(ratio)
 

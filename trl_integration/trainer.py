@@ -31,7 +31,7 @@ from trl_integration.processes import gather_flags
 from trl_integration.prompts import has_text_prompts
 from trl_integration.rollout_mixin import Inputs, RolloutMixin, ToolsArgument
 from trl_integration.run_checks import OnWarning, RunChecks, gap_warning
-from trl_integration.shared_prefix import SharedPrefixMixin
+from trl_integration.shared_prefix import Scores, SharedPrefixMixin
 
 
 class AgentGRPOTrainer(RolloutMixin, SharedPrefixMixin):
@@ -195,7 +195,7 @@ class AgentGRPOTrainer(RolloutMixin, SharedPrefixMixin):
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, compute_entropy: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Scores:
         is_reference = runs_as_reference(self.model)  # with PEFT it is the learner itself
         scores_old_policy = model is self.model and not compute_entropy and not is_reference
         if scores_old_policy and self.args.old_logprobs == "sampler":
@@ -204,7 +204,7 @@ class AgentGRPOTrainer(RolloutMixin, SharedPrefixMixin):
             model, *args, compute_entropy=compute_entropy, **kwargs
         )
         if compute_entropy:
-            self._learner_logps = logps
+            self._learner_logps = cast(torch.Tensor, logps)
         return logps, entropies, aux_loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
