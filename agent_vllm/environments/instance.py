@@ -9,15 +9,28 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from agent_vllm.environments.kinds import Kind, kind_of
 from agent_vllm.errors import EnvironmentDefinitionError, ToolDefinitionError
-from agent_vllm.tools import Tool, ToolFailure, Worker, shared_loop, tools_by_name
+from agent_vllm.tools import (
+    Tool,
+    ToolFailure,
+    Worker,
+    encode_result,
+    shared_loop,
+    tools_by_name,
+)
+
+T = TypeVar("T")
 
 
-class EnvironmentFailed(Exception):
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class EnvironmentFailed(ToolFailure):
     """An environment raised, timed out or returned what can't be used; says which and how."""
 
 
@@ -74,13 +87,12 @@ class Instance:
         Raises:
             EnvironmentFailed: `reset` or `get_tools` failed or returned what can't be used.
         """
-        kind = self.kind
-        reset = functools.partial(self.environment.reset, **columns)
-        said = self._text(await self.attempt("reset", reset, timeout_s))
-        given: Any = []
-        if kind.has_tools:
-            given = await self.attempt("get_tools", self.environment.get_tools, timeout_s)
-        return said, self._tools(kind, given)
+        kind, environment = self.kind, self.environment
+        reset = functools.partial(environment.reset, **columns)
+        said = await self.attempt("reset", reset, timeout_s, self._text)
+        give = environment.get_tools if kind.has_tools else list
+        tools = await self.attempt("get_tools", give, timeout_s, self._tools)
+        return said, tools
 
     async def reward(self, timeout_s: float | None) -> float | None:
         """Return what `get_reward` returns.
@@ -88,47 +100,47 @@ class Instance:
         Raises:
             EnvironmentFailed: it failed, or returned neither a finite number nor None.
         """
-        reward = await self.attempt("get_reward", self.environment.get_reward, timeout_s)
-        if reward is None:
-            return None
-        try:
-            value = float(reward) if hasattr(type(reward), "__float__") else math.nan
-        except Exception:  # a tensor of several numbers, and whatever else has the method
-            value = math.nan
-        if not math.isfinite(value):
-            raise EnvironmentFailed(
-                f"`{self.label}.get_reward` must return a finite number or None, got "
-                f"{_shown(reward)} ({type(reward).__name__})."
-            )
-        return value
+        return await self.attempt(
+            "get_reward", self.environment.get_reward, timeout_s, self._reward
+        )
 
-    async def attempt(self, method: str, work: Callable[[], Any], timeout_s: float | None) -> Any:
-        """Return what one of the environment's own methods returns.
+    async def attempt(
+        self,
+        method: str,
+        work: Callable[[], Any],
+        timeout_s: float | None,
+        read: Callable[[Any], T] = _as_it_is,
+    ) -> T:
+        """Return what `read` makes of the return value of one of the environment's own methods.
 
         Raises:
-            EnvironmentFailed: it raised or timed out.
+            EnvironmentFailed: one of them raised, or it timed out.
         """
         name = f"`{self.label}{'.' if method else ''}{method}`"
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.call(work)
+                return await self.call(work, read)
         except TimeoutError as error:
             raise EnvironmentFailed(f"{name} did not return in {timeout_s:g} s.") from error
+        except EnvironmentFailed:
+            raise
         except ToolFailure as failed:
             raise EnvironmentFailed(f"{name} failed: {failed}") from failed
 
-    async def call(self, work: Callable[[], Any]) -> Any:
-        """Run `work`: on the instance's thread, or on the shared event loop if it is async.
+    async def call(self, work: Callable[[], Any], read: Callable[[Any], T] = _as_it_is) -> T:
+        """Run `work`, then `read`: on the instance's thread, or on the shared loop if it is async.
+
+        What `work` returns is looked at nowhere else: looking at it may raise or take for ever.
 
         Raises:
-            ToolFailure: it raised.
+            ToolFailure: one of them raised.
         """
         try:
             if inspect.iscoroutinefunction(work):
-                return await shared_loop().call(work, self.label, None)
-            value = await self._sync_worker().call(work)
-            if inspect.isawaitable(value):
-                return await shared_loop().call(lambda: value, self.label, None)
+                return await shared_loop().call(lambda: _awaited(work(), read), self.label, None)
+            is_read, value = await self._sync_worker().call(lambda: _called(work, read))
+            if not is_read:
+                return await shared_loop().call(lambda: _awaited(value, read), self.label, None)
             return value
         except asyncio.CancelledError:
             self.is_usable = False
@@ -138,7 +150,7 @@ class Instance:
         """Return the same tool, run as the instance's methods are."""
 
         async def function(**arguments: Any) -> Any:
-            return await self.call(functools.partial(tool.function, **arguments))
+            return await self.call(functools.partial(tool.function, **arguments), encode_result)
 
         return dataclasses.replace(tool, function=function)
 
@@ -158,7 +170,7 @@ class Instance:
 
     def _text(self, said: Any) -> str | None:
         if said is None or isinstance(said, str):
-            return said
+            return said if said is None else str.__str__(said)
         if isinstance(said, list) and all(
             isinstance(block, dict) and isinstance(block.get("text"), str) for block in said
         ):
@@ -168,14 +180,28 @@ class Instance:
             "Rollouts are text only."
         )
 
-    def _tools(self, kind: Kind, given: Any) -> list[Tool]:
+    def _reward(self, reward: Any) -> float | None:
+        if reward is None:
+            return None
+        try:
+            value = float(reward) if hasattr(type(reward), "__float__") else math.nan
+        except Exception:  # a tensor of several numbers, and whatever else has the method
+            value = math.nan
+        if not math.isfinite(value):
+            raise EnvironmentFailed(
+                f"`{self.label}.get_reward` must return a finite number or None, got "
+                f"{_shown(reward)} ({type(reward).__name__})."
+            )
+        return value
+
+    def _tools(self, given: Any) -> list[Tool]:
         if not isinstance(given, list | tuple):
             raise EnvironmentFailed(
                 f"`{self.label}.get_tools` must return a list of tools, got {type(given).__name__}."
             )
         methods = [
             dataclasses.replace(tool, function=getattr(self.environment, name))
-            for name, tool in kind.tools.items()
+            for name, tool in self.kind.tools.items()
         ]
         try:
             return [self.tool(tool) for tool in tools_by_name([*methods, *given]).values()]
@@ -186,6 +212,15 @@ class Instance:
         if self._worker is None or self._worker.is_given_up:
             self._worker = Worker("environment")
         return self._worker
+
+
+def _called(work: Callable[[], Any], read: Callable[[Any], Any]) -> tuple[bool, Any]:
+    value = work()
+    return (False, value) if inspect.isawaitable(value) else (True, read(value))
+
+
+async def _awaited(value: Awaitable[Any], read: Callable[[Any], T]) -> T:
+    return read(await value)
 
 
 def _shown(value: Any) -> str:

@@ -8,9 +8,10 @@ import collections
 import dataclasses
 import decimal
 import enum
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 MAX_RESULT_CHARS = 200_000
@@ -48,11 +49,13 @@ def encode_result(value: Any) -> str:
     Raises:
         ToolFailure: the value contains itself, is nested too deeply or has no text form.
     """
+    if isinstance(value, str):
+        return _bounded(str.__str__(value))  # a subclass may have methods of its own
     try:
-        text = value if isinstance(value, str) else _json(value)
+        text, num_cut = _json_beginning(value)
     except Exception as error:  # the value's own `__str__` may raise anything
         raise ToolFailure(f"The result can't be written as JSON: {_text_of(error)}") from error
-    return _bounded(text)
+    return _bounded(text, num_cut)
 
 
 def failure(error: BaseException) -> BaseException:
@@ -64,28 +67,47 @@ def failure(error: BaseException) -> BaseException:
     return ToolFailure(_bounded(f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")))
 
 
-def _bounded(text: str) -> str:
-    num_cut = len(text) - MAX_RESULT_CHARS
+def _bounded(text: str, num_cut: int = 0) -> str:
+    num_cut += len(text) - MAX_RESULT_CHARS
     if num_cut > 0:
         text = f"{text[:MAX_RESULT_CHARS]}\n[... {num_cut} characters cut]"
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _json(value: Any) -> str:
+def _json_beginning(value: Any) -> tuple[str, int]:
+    """Return the text of a value, and how many characters of it are not there.
+
+    It is written in pieces, in Python: an endless value fills no memory and can be interrupted.
+    """
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return _joined(_JSON.iterencode(value))
     except TypeError as error:
         if not str(error).startswith("keys must be"):
             raise
-    return json.dumps(_with_text_keys(value), ensure_ascii=False)
+    return _joined(_JSON.iterencode(_with_text_keys(value)))
+
+
+def _joined(pieces: Iterable[str]) -> tuple[str, int]:
+    kept, num_chars, num_cut = [], 0, 0
+    for piece in pieces:
+        if num_chars <= MAX_RESULT_CHARS:
+            kept.append(piece)
+            num_chars += len(piece)
+        else:
+            num_cut += len(piece)
+    return "".join(kept), num_cut
+
+
+def _json(value: Any) -> str:
+    return _json_beginning(value)[0]
 
 
 def _with_text_keys(value: Any) -> Any:
     """Return a copy for JSON, in which every key is text."""
     if isinstance(value, Mapping):
-        return {_key(key): _with_text_keys(item) for key, item in value.items()}
+        return {_key(key): _with_text_keys(item) for key, item in _first(value.items())}
     if isinstance(value, list | tuple):
-        return [_with_text_keys(item) for item in value]
+        return [_with_text_keys(item) for item in _first(value)]
     is_json = value is None or isinstance(value, str | int | float)
     return value if is_json else _with_text_keys(_plain(value))
 
@@ -144,18 +166,23 @@ def _sorted(items: Collection[Any]) -> list[Any]:
 
 def _text_of(error: BaseException) -> str:
     try:
-        return str(error)
-    except Exception:  # its own `__str__` is broken: the type has to do
+        return str.__str__(str(error))
+    except BaseException:  # its own `__str__` is broken: the type has to do
         return ""
+
+
+def _first(items: Iterable[Any]) -> list[Any]:
+    """Return as many items as a result may have characters: there may be no last one."""
+    return list(itertools.islice(items, MAX_RESULT_CHARS))
 
 
 _CONVERTERS: list[tuple[Any, Callable[[Any], Any]]] = [
     (enum.Enum, lambda value: value.value),
     (decimal.Decimal, _number),
     (bytes | bytearray | memoryview, lambda value: bytes(value).decode("utf-8", "replace")),
-    (Mapping, dict),
-    (Set, _sorted),  # sets, and views of a dict's keys and items
-    (Sequence | ValuesView | collections.deque, list),
+    (Mapping, lambda value: dict(_first(value.items()))),
+    (Set, lambda value: _sorted(_first(value))),  # sets, and views of a dict's keys and items
+    (Sequence | ValuesView | collections.deque, _first),
 ]
 # Of numpy, torch, pandas, pyarrow and pydantic, none of which is imported here.
 _CONVERTERS_BY_METHOD: list[tuple[str, Callable[[Any], Any]]] = [
@@ -164,3 +191,4 @@ _CONVERTERS_BY_METHOD: list[tuple[str, Callable[[Any], Any]]] = [
     ("to_pylist", lambda value: value.to_pylist()),
     ("tolist", lambda value: value.tolist()),
 ]
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_plain)
