@@ -106,7 +106,7 @@ class TrainingRecord:
         self._ids: dict[str, dict[int, str]] = {}  # of all its rows
         self._next_row = 0
         self.num_failed = 0
-        self._failures: set[type[Exception]] = set()
+        self._failures: set[type[BaseException]] = set()
 
     def write(
         self, rollout: RecordedRollout, learner_logprobs: torch.Tensor | None = None
@@ -167,7 +167,9 @@ class TrainingRecord:
         """Write, or count and log the failure, such as a full disk or a `redact` that raises."""
         try:
             return write(*args, **fields)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # what an object in a row raises when it becomes text, too
             self.num_failed += 1
             if type(error) not in self._failures:
                 self._failures.add(type(error))

@@ -31,6 +31,9 @@ _PIECE = 1 << 16
 def main() -> None:
     # Whoever leaves its parent and its session becomes a child of this process, and ends with it.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # If the caller is killed, so is this process, in the middle of an import too.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     with (
         socket.socket(fileno=_lowered(int(sys.argv[1]))) as caller,
         contextlib.suppress(ConnectionError),  # the caller is gone
@@ -56,6 +59,7 @@ def _report(request: dict[str, Any], caller: socket.socket) -> dict[str, Any]:
     try:
         function = _find(request)
     except BaseException as error:  # SystemExit too, which a script raises where it is imported
+        _end_children()
         return {"answer": json.dumps(_failed(error)) + "\n", "status": 0}
     reading, writing = os.pipe()
     child = os.fork()
@@ -97,13 +101,17 @@ def _end_all(child: int) -> int:
     """Kill the child and everything it started; return how the child ended."""
     _kill(child)
     status = os.waitpid(child, 0)[1]
+    _end_children()
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_children() -> None:
     # Each that ends may leave its own children to this process.
     while orphans := Path("/proc/thread-self/children").read_text().split():
         for orphan in orphans:
             _kill(int(orphan))
         for orphan in orphans:
             os.waitpid(int(orphan), 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 def _kill(process: int) -> None:
@@ -133,6 +141,7 @@ def _limit(request: dict[str, Any]) -> None:
 
 def _call(function: Callable[..., Any], request: dict[str, Any], writing: int) -> NoReturn:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(request["folder"])
     answer = json.dumps(_answer(function, request)).encode() + b"\n"

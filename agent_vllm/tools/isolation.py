@@ -225,7 +225,7 @@ class _Worker:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it never came to look: still at the import
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import hostile_objects
 import pytest
 import torch
 from fakes import observed, sampled, trajectory
@@ -142,6 +143,15 @@ def test_a_rows_logprobs_are_amended_once(tmp_path, tokenizer):
     record.close()
     known = [r["learner_logprobs"] for r in read_rollouts(tmp_path / "rollouts.jsonl")]
     assert known == [[-1.0, 0.0], [-2.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["refuses __str__", "no class", "a list of itself", "hostile key"])
+def test_a_row_that_can_not_be_written_is_left_out_alone(tmp_path, tokenizer, name):
+    record = TrainingRecord(tmp_path, 0, tokenizer, None)
+    record.write(rollout(2, 0, rows=[{"value": hostile_objects.VALUES[name]()}, {"value": 1}]))
+    record.close()
+    assert [r.row for r in read_rollouts(tmp_path)] == [{"value": 1}]
+    assert record.num_failed == 1
 
 
 def test_a_record_that_can_not_be_written_is_counted_and_reported(tmp_path, tokenizer, caplog):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import untrusted
-from paths import ROOT
+from paths import PYTHONPATH, ROOT
 from tool_calls import ask, failed, run, tool
 
 from agent_vllm.errors import ToolDefinitionError
@@ -128,6 +129,69 @@ def test_whatever_a_call_started_ends_when_its_time_is_up(tmp_path):
     late = failed("Timed out after 2 s.")
     assert call(untrusted.daemonise_and_sleep, timeout_s=2.0, path=str(note)) == late
     assert becomes(lambda: not is_alive(int(note.read_text())))
+
+
+STARTS_A_PROCESS = """
+import os, subprocess, sys, time
+
+def work():
+    return "worked"
+
+if sys.argv[0].endswith("isolated_worker.py"):  # else it is imported by whoever calls
+    child = subprocess.Popen(["sleep", "600"])
+    with open({path!r} + ".new", "w") as file:
+        file.write(str(child.pid))
+    os.rename({path!r} + ".new", {path!r})
+    {then}
+"""
+
+
+@pytest.fixture
+def import_that(tmp_path, monkeypatch):
+    """Writes a module that starts a process when a worker imports it; where its id is noted."""
+
+    def write(then):
+        name = f"starts_{tmp_path.name}"
+        text = STARTS_A_PROCESS.format(path=str(tmp_path / "pid"), then=then)
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name, tmp_path / "pid"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("then", "result"),
+    [
+        ("raise ValueError('no')", failed("ValueError: no")),
+        ("time.sleep(600)", failed("Timed out after 5 s.")),
+    ],
+)
+def test_what_an_import_started_ends_when_it_fails(import_that, then, result):
+    name, path = import_that(then)
+    work = importlib.import_module(name).work
+    assert call(work, timeout_s=5.0) == result
+    assert becomes(lambda: not is_alive(int(path.read_text())))
+
+
+def test_a_caller_that_is_killed_while_a_worker_imports_leaves_nothing(import_that):
+    name, path = import_that("time.sleep(600)")
+    script = f"from tool_calls import *\nimport {name}\nfrom agent_vllm.tools import isolated\n"
+    script += f"run([ask()], [isolated(tool({name}.work))], 600)"
+    places = os.pathsep.join([PYTHONPATH, str(path.parent)])
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": places}
+    )
+    try:
+        give_up = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        started = int(path.read_text())
+        assert is_alive(started)
+    finally:
+        caller.kill()
+        caller.wait()
+    assert becomes(lambda: not is_alive(started))
 
 
 def test_secrets_are_not_inherited(monkeypatch):
