@@ -145,7 +145,8 @@ class _Connection:
         except ToolFailure:
             raise
         except Exception:
-            self._is_doubtful = session is self._session
+            if session is self._session:  # no other call has replaced it meanwhile
+                self._is_doubtful = True
             raise
 
     def _ensure_session(self) -> None:
