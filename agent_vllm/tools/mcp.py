@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _LOG_CHARS = 2000
 _LINE_CHARS = 200
 _MAX_PAGES = 100
+_ANSWER_S = 5.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0  # between attempts to reach a lost server
 
 
 class McpTools(Sequence[Tool]):
@@ -38,6 +41,9 @@ class McpTools(Sequence[Tool]):
     Calls run concurrently over one session. Text content is returned as text, and structured
     content alone as JSON. Images and other binary data give a failed result, and so does a result
     that the server marks as an error.
+
+    If the server ends, calls in flight fail. The next call starts it again, or reaches the one that
+    was started in its place; attempts that fail are at most one per second, later one per minute.
 
     Args:
         command: a program and its arguments; it serves over stdin and stdout. It gets the few
@@ -67,17 +73,19 @@ class McpTools(Sequence[Tool]):
             raise ValueError(
                 f"Give either `command` (a list) or `url`, got command={command!r} and url={url!r}."
             )
-        self._session = _Session(command or [], url, environment or {}, headers or {}, timeout_s)
+        self._connection = _Connection(
+            lambda: _Session(command or [], url, environment or {}, headers or {}, timeout_s)
+        )
         try:
-            named = tools_by_name(map(self._tool, self._session.start()))
+            named = tools_by_name(map(self._tool, self._connection.start()))
         except BaseException:
-            self._session.close()
+            self._connection.close()
             raise
         self._tools = list(named.values())
 
     def close(self) -> None:
         """End the session and the server that it started. Can be called twice."""
-        self._session.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +105,7 @@ class McpTools(Sequence[Tool]):
 
     def _tool(self, described: Any) -> Tool:
         async def call(**arguments: Any) -> str:
-            return _text(await self._session.call(described.name, arguments))
+            return _text(await self._connection.call(described.name, arguments))
 
         function = {
             "name": described.name,
@@ -105,6 +113,69 @@ class McpTools(Sequence[Tool]):
             "parameters": described.input_schema,
         }
         return Tool(schema={"type": "function", "function": function}, function=call)
+
+
+class _Connection:
+    """Hold the session with the server, and replace it once it is lost."""
+
+    def __init__(self, new_session: "Callable[[], _Session]") -> None:
+        self._new_session = new_session
+        self._session = new_session()
+        self._replacing = threading.Lock()
+        self._is_doubtful = False  # a call raised: the session may be lost
+        self._is_closed = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._next_attempt = 0.0
+
+    def start(self) -> list[Any]:
+        """Start the first session and return the server's descriptions of its tools."""
+        return self._session.start()
+
+    def close(self) -> None:
+        with self._replacing:
+            self._is_closed = True
+            self._session.close()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        if self._is_doubtful:
+            await asyncio.to_thread(self._ensure_session)
+        session = self._session
+        try:
+            return await session.call(name, arguments)
+        except ToolFailure:
+            raise
+        except Exception:
+            if session is self._session:  # no other call has replaced it meanwhile
+                self._is_doubtful = True
+            raise
+
+    def _ensure_session(self) -> None:
+        """Replace the session if its server does not answer.
+
+        Raises:
+            ToolFailure: the server can't be reached now.
+        """
+        with self._replacing:
+            if self._is_closed or not self._is_doubtful:
+                return
+            if not self._session.answers():
+                self._replace()
+            self._is_doubtful = False
+
+    def _replace(self) -> None:
+        wait_s = self._next_attempt - time.monotonic()
+        if wait_s > 0:
+            raise ToolFailure(f"The tool's server is gone; next attempt in {wait_s:.0f} s.")
+        self._session.close()
+        session = self._new_session()
+        try:
+            session.start()
+        except ToolServerError as error:
+            session.close()
+            self._next_attempt = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+            raise ToolFailure(f"The tool's server is gone. {error}") from error
+        self._session, self._pause_s = session, _FIRST_PAUSE_S
 
 
 class _Session:
@@ -146,6 +217,20 @@ class _Session:
             raise ToolFailure("The session with the tool's server has ended.")
         call = client.call_tool(name, arguments)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def answers(self) -> bool:
+        """Return whether the server lists its tools; called from other threads than the loop's."""
+        client = self._client
+        if client is None:
+            return False
+        listing = client.list_tools(cache_mode="bypass")
+        answer = asyncio.run_coroutine_threadsafe(listing, self._loop)
+        try:
+            answer.result(_ANSWER_S)
+        except Exception:  # whatever the transport raises
+            answer.cancel()
+            return False
+        return True
 
     def _run(self) -> None:
         with (

@@ -1,6 +1,7 @@
 """MCP tools, from real servers in processes of their own: over stdio and over HTTP."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -28,9 +29,8 @@ def free_port():
         return found.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def url():
-    port = free_port()
+@contextlib.contextmanager
+def serving(port):
     process = subprocess.Popen([*SERVER, str(port)])
     try:
         while process.poll() is None:
@@ -40,8 +40,14 @@ def url():
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(free_port()) as url:
+        yield url
 
 
 @pytest.fixture(scope="module", params=["stdio", "http"])
@@ -147,11 +153,31 @@ def test_close_ends_the_process(own):
     assert run([ask("add", a=1, b=2)], own) == [ended]
 
 
-def test_a_server_that_dies_fails_its_calls_alone(own):
+def test_a_server_that_dies_fails_its_calls_alone_and_is_started_again(own):
     results = run([ask("die"), ask("add", a=1, b=2)], [own[-1], add])
     assert results[1] == ("ok", "3")
     assert results[0][0] == "failed" and "Connection closed" in results[0][1]
-    assert run([ask("pid")], own)[0][0] == "failed"
+    assert run([ask("add", a=1, b=2)] * 3, own, timeout_s=20.0) == [("ok", "3")] * 3
+
+
+def test_a_server_that_is_killed_and_served_again_is_reached_again():
+    port = free_port()
+    with serving(port) as url:
+        tools = McpTools(url=url)
+    with tools:
+        gone = [run([ask("add", a=1, b=2)], tools, timeout_s=20.0)[0] for _ in range(3)]
+        assert [status for status, _ in gone] == ["failed"] * 3
+        assert "The tool's server is gone; next attempt in" in gone[2][1]
+        with serving(port):
+            time.sleep(1.1)  # the pause after one failed attempt
+            assert run([ask("add", a=1, b=2)], tools, timeout_s=20.0) == [("ok", "3")]
+
+
+def test_a_call_that_can_not_be_sent_leaves_the_server_as_it_is(own):
+    ((_, pid),) = run([ask("pid")], own)
+    with pytest.raises(Exception, match="serialize"):
+        asyncio.run(own[0].function(a=object(), b=2))
+    assert run([ask("pid")], own, timeout_s=20.0) == [("ok", pid)]
 
 
 LEFT_OPEN = """
