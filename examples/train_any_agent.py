@@ -3,8 +3,8 @@
     python examples/train_any_agent.py                            # a loop on the OpenAI client
     python examples/train_any_agent.py --agent openai-agents
 
-The agents know nothing of training. They get a client that is set up, and ask
-for the model `policy`. The tiny agent of `tiny_agent.py` is trained, on the engine in plain PyTorch.
+The agents know nothing of training. They get a client that is set up, and ask for the model
+`policy`. The tiny agent of `tiny_agent.py` is trained, on the engine in plain PyTorch.
 """
 
 import argparse
