@@ -2,17 +2,14 @@
 
     python examples/train_any_agent.py                            # a loop on the OpenAI client
     python examples/train_any_agent.py --agent openai-agents
-    python examples/train_any_agent.py --agent command            # a program of its own
 
-The agents know nothing of training. They get a client, or a base URL and a key, and ask for the
-model `policy`. The tiny agent of `tiny_agent.py` is trained, on the engine in plain PyTorch.
+The agents know nothing of training. They get a client that is set up, and ask for the model
+`policy`. The tiny agent of `tiny_agent.py` is trained, on the engine in plain PyTorch.
 """
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -65,20 +62,9 @@ async def openai_agents(row: Row, client: Any) -> str:
     return result.final_output
 
 
-# ---- a program of its own ----
-
-
-def as_command() -> None:
-    """Read the row, run the loop, print the answer."""
-    from openai import OpenAI  # finds OPENAI_BASE_URL and OPENAI_API_KEY
-
-    print(openai_loop(json.load(sys.stdin), OpenAI()))
-
-
-AGENTS: dict[str, Callable[..., Any] | list[str]] = {
+AGENTS: dict[str, Callable[..., Any]] = {
     "openai": openai_loop,
     "openai-agents": openai_agents,
-    "command": [sys.executable, str(Path(__file__).resolve()), "--as-command"],
 }
 
 
@@ -127,12 +113,8 @@ def main() -> None:
     parser.add_argument("--agent", choices=AGENTS, default="openai")
     parser.add_argument("--max-steps", type=int, default=30)
     parser.add_argument("--output-dir", default="runs/any-agent")
-    parser.add_argument("--as-command", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.as_command:
-        as_command()
-    else:
-        train(options.agent, options.max_steps, options.output_dir)
+    train(options.agent, options.max_steps, options.output_dir)
 
 
 if __name__ == "__main__":
