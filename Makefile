@@ -110,7 +110,7 @@ install: $(INSTALLED)
 # uv resolves the locks. It doesn't read pip's settings, so it gets pip's folder of wheels by name.
 LOCK = $(BIN)/uv pip compile pyproject.toml requirements/data.txt --python-version 3.11 \
 	--python-platform x86_64-manylinux_2_28 --extra mcp --extra peft --extra examples --extra docs \
-	--extra dev --system-certs --generate-hashes --no-annotate --no-header --quiet $(LOCK_ARGS)
+	--extra dev --extra agent --system-certs --generate-hashes --no-annotate --no-header --quiet $(LOCK_ARGS)
 TORCH_CPU_FROM := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_CPU_INDEX))
 
 # Every package of the CPU setup except torch, with hashes.
