@@ -278,7 +278,10 @@ def general(name):
 def test_the_page_and_the_code_name_the_same_metrics(agent_path, tmp_path):
     log = train(agent_path, tmp_path, max_steps=1, beta=0.01).state.log_history[0]
     offline, _ = rollout_metrics([with_calls(call("add", 1.0))], seconds=1.0, stats=STATS)
-    ours = ("completions/", "rollout/", "tools/", "engine/", "sampling/logprob_gap", "sampling/po")
+    ours = (
+        "completions/", "rollout/", "tools/", "engine/", "sampling/logprob_gap", "sampling/po",
+        "shared_prefix/",
+    )  # fmt: skip
     named = {general(name) for name in {*log, *offline} if name.startswith(ours)}
     assert named_in_page("Of the rollout") == named
     assert named_in_page("TRL's own") <= log.keys()

@@ -94,7 +94,8 @@ def test_a_cut_row_is_out_of_every_mask_and_others_are_whole(make_trainer, story
 
 def test_only_trained_tokens_are_counted_in_the_loss(make_trainer, story):
     """The denominator is what was sampled, and a longer observation does not thin the loss."""
-    trainer = make_trainer(story, loss_type="dapo")
+    # tokens behind a row's padding, which no rollout has, are for rows only
+    trainer = make_trainer(story, loss_type="dapo", shared_prefix="off")
     inputs = scored(trainer)
     num_sampled = sum(t.num_sampled_tokens for t in trainer.trajectories)
     assert sum(len(t.completion_ids) for t in trainer.trajectories) > num_sampled
@@ -116,7 +117,7 @@ def test_only_trained_tokens_are_counted_in_the_loss(make_trainer, story):
 
 def test_no_gradient_reaches_what_predicts_an_observation(make_trainer, story):
     """Through TRL's own loss: position t - 1 has a gradient exactly where token t was sampled."""
-    trainer = make_trainer(story)
+    trainer = make_trainer(story, shared_prefix="off")  # a row per trajectory
     inputs = scored(trainer)
     seen = []
 
