@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections import Counter
 
 import hostile_objects
@@ -65,6 +66,12 @@ def in_clean_up(action):
             action()
 
     return work
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """Keep what clean-up raises out of the reports, which must be text that can be encoded."""
+    caplog.set_level(logging.CRITICAL + 1, logger="asyncio")
 
 
 @pytest.mark.filterwarnings("ignore")  # coroutines that nobody awaits, objects that refuse to go
