@@ -125,7 +125,8 @@ class RolloutMixin(EngineMixin):
             template_kwargs=self.chat_template_kwargs,
             escape_tool_results=self.args.escape_tool_results,
         )
-        self.chat_format.check_tools([*self._row_tools.of_all, *self._environments.example_tools])
+        if tools := [*self._row_tools.of_all, *self._environments.example_tools]:
+            self.chat_format.check_tools(tools)
         if self._environments.have_users:
             user_suffix_ids(self.chat_format, "Hello.")  # refuses templates that can't be used so
         self._start_engine(engine)

@@ -178,7 +178,9 @@ class _Paths(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no types
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
         for branch, grad in zip(ctx.branches, grads, strict=True):
             parts = grad.split(branch.run_lengths, dim=2)

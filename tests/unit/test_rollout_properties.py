@@ -94,6 +94,7 @@ def test_random_conversations_keep_every_invariant(chat, scripted):
         assert t.num_turns <= limits.max_turns, seed
         reasons.add(t.stop_reason)
     elsewhere = {
+        StopReason.AGENT_ERROR,
         StopReason.DEADLINE,
         StopReason.ENVIRONMENT_DONE,
         StopReason.ENVIRONMENT_ERROR,
