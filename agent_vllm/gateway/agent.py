@@ -10,8 +10,10 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import ssl
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,12 @@ from typing import IO, Any
 
 from agent_vllm.errors import EngineUnavailableError
 from agent_vllm.tools import MAX_RESULT_CHARS, ToolFailure, call_in_thread, shared_loop
+
+# What a command is started through: the kernel kills it if this process is killed.
+_TIED = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 Row = Mapping[str, Any]
 Agent = Callable[[Row, Any], Any] | Sequence[str]
@@ -131,6 +139,8 @@ async def _run_command(command: Sequence[str], row: Row, endpoint: Endpoint) -> 
         "OPENAI_API_KEY": endpoint.api_key,
         "OPENAI_MODEL": endpoint.model,
     }
+    if shutil.which(command[0]) is None:
+        raise AgentFailed(f"{command[0]} can't be started: there is no such program.")
     # Files, since what the process leaves behind would keep pipes open.
     with contextlib.ExitStack() as files:
         given, printed, complaint = (
@@ -140,6 +150,9 @@ async def _run_command(command: Sequence[str], row: Row, endpoint: Endpoint) -> 
         given.seek(0)
         try:
             process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-ISc",
+                _TIED,
                 *command,
                 stdin=given,
                 stdout=printed,

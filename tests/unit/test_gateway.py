@@ -3,14 +3,17 @@
 import asyncio
 import json
 import math
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 from client_agents import ask, looping, schemas, told
 from fakes import ADD, add, by_prompt, call, difference, shout, user
+from paths import TESTS
 
 from agent_vllm.errors import EngineError
 from agent_vllm.gateway import rollout_agent
@@ -310,6 +313,39 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 def test_a_command_gets_the_row_and_what_it_prints_is_its_output(chat, scripted):
     t = one(chat, scripted(["hello"]), [sys.executable, "-c", COMMAND])
     assert (t.stop_reason, t.output, t.error) == ("answered", "hello", None)
+
+
+TRAINER = """
+import sys
+from fakes import chatml_tokenizer
+from agent_vllm.chat import ChatFormat
+from agent_vllm.gateway import rollout_agent
+from agent_vllm.testing import ScriptedRolloutEngine
+tokenizer = chatml_tokenizer()
+chat = ChatFormat.from_tokenizer(tokenizer)
+rollout_agent(ScriptedRolloutEngine(tokenizer, ["a"]), chat, sys.argv[1:], [{}])
+"""
+
+
+@pytest.mark.e2e
+def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path):
+    pid_file = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {pid_file}; exec sleep 600"]
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, *command], cwd=TESTS)
+    try:
+        wait_for(lambda: pid_file.exists() and pid_file.read_text().strip(), 60)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    status = Path("/proc", pid_file.read_text().strip(), "status")
+    wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text(), 10)
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_client_that_sends_garbage_or_much_gets_an_error_and_others_go_on(chat, scripted):
