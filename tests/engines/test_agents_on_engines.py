@@ -11,7 +11,9 @@ from agent_vllm.gateway import rollout_agent
 @pytest.fixture(params=["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request, agent):
     if request.param == "vllm":
-        yield request.getfixturevalue("vllm_engine")
+        engine = request.getfixturevalue("vllm_engine")
+        engine.update_policy(agent[0])  # other tests put weights of their own in
+        yield engine
     else:
         with TorchRolloutEngine(*agent) as engine:
             yield engine
