@@ -86,6 +86,19 @@ def agent(agent_path):
 
 
 @pytest.fixture
+def set_vllm_variable():
+    """Set environment variables that vLLM reads; a process with an engine has cached them."""
+    from vllm import envs
+
+    was_cached = envs._is_envs_cache_enabled()
+    envs.disable_envs_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch.setenv
+    if was_cached:
+        envs.enable_envs_cache()
+
+
+@pytest.fixture
 def zero3(monkeypatch):
     return zero3_and_whole(monkeypatch)
 

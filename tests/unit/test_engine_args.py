@@ -115,7 +115,7 @@ def test_an_adapters_rank_is_rounded_up_to_one_that_vllm_has():
 
 @pytest.mark.vllm
 def test_on_cuda_vllm_is_built_on_the_learners_gpu_from_a_folder_that_lasts(
-    tokenizer, monkeypatch, tmp_path
+    tokenizer, monkeypatch, set_vllm_variable, tmp_path
 ):
     import vllm
 
@@ -129,7 +129,7 @@ def test_on_cuda_vllm_is_built_on_the_learners_gpu_from_a_folder_that_lasts(
         )
 
     monkeypatch.setattr(cpu, "is_cpu", lambda: False)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    set_vllm_variable("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(vllm, "EngineArgs", engine_args)
     engine = types.SimpleNamespace(from_vllm_config=lambda config, **_: config.device_config)
     monkeypatch.setattr(vllm, "LLMEngine", engine)
@@ -140,8 +140,8 @@ def test_on_cuda_vllm_is_built_on_the_learners_gpu_from_a_folder_that_lasts(
 
 
 @pytest.mark.vllm
-def test_each_config_and_gpu_has_one_folder_in_every_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+def test_each_config_and_gpu_has_one_folder_in_every_run(set_vllm_variable, tmp_path):
+    set_vllm_variable("VLLM_CACHE_ROOT", str(tmp_path))
     config, other = learner().config, learner(num_hidden_layers=2).config
     folders = [lasting_folder(c, gpu) for c, gpu in [(config, 0), (config, 1), (other, 0)]]
     assert len(set(folders)) == 3

@@ -189,9 +189,9 @@ def test_a_failed_nccl_send_gathers_the_rest_and_begins_anew(zero3, nccl_groups,
 
 @pytest.mark.vllm
 def test_nccl_announces_an_address_that_others_reach_and_the_port_that_was_asked_for(
-    agent, nccl_groups, monkeypatch
+    agent, nccl_groups, set_vllm_variable
 ):
-    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    set_vllm_variable("VLLM_HOST_IP", "10.1.2.3")
     NcclTransfer(51216).send(LearnerWeights(agent[0]), Servers(sizes={("http://a", 0): 2}))
     info = nccl_groups.made[0].info
     assert (info.master_address, info.master_port, info.world_size) == ("10.1.2.3", 51216, 3)
