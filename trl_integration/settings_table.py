@@ -24,7 +24,7 @@ class Treatment(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """
-    What becomes of a setting that is not left at its default.
+    Say what becomes of a setting that is not left at its default.
 
     Attributes:
         note: what differs from TRL if it is obeyed, the remedy if it is refused, or why it has no effect.

@@ -9,7 +9,6 @@ Legend: B rows, P prompt, C completion, T = P + C, N positions of a tree.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,8 +18,9 @@ from trl.trainer.utils import split_tensor_dict
 
 from agent_vllm.engines.learner import plain_model
 from agent_vllm.training import (
+    GapBound,
     PrefixTree,
-    masked_mean,
+    logprob_gap,
     reason_against_tree,
     tree_inputs,
     use_tree_attention,
@@ -28,36 +28,12 @@ from agent_vllm.training import (
 from trl_integration.config import AgentGRPOConfig
 from trl_integration.processes import gather, gather_flags
 
-_MAX_MEAN_FLOAT32 = 1e-4  # nats; sums in another order differ by less than 1e-5
-_MAX_MEAN_HALF = 0.05
-_WORST_TOKEN = 25.0  # a single token may be this many times as far away as the mean
+_FLOAT32 = GapBound(mean=1e-4, worst=2.5e-3)  # sums in another order differ by less than 1e-5
+_HALF = GapBound(mean=0.05, worst=1.25)
 
 # logprobs [B, C], entropies [B, C] and the routers' loss []; None where TRL asked for none
 Scores = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Batch = dict[str, Any]  # as TRL's trainer buffers them
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TreeGap:
-    """The absolute difference of tree and rows in nats, over logprobs and entropies."""
-
-    mean: float
-    max: float
-
-    @classmethod
-    def of(cls, tree: Scores, rows: Scores, mask: torch.Tensor) -> "TreeGap":
-        """Compare where `mask` `[B, C]` is set."""
-        pairs = [(a, b) for a, b in zip(tree, rows, strict=True) if a is not None and b is not None]
-        gaps = [(a - b).detach().abs().float() for a, b in pairs]
-        return cls(
-            mean=max(masked_mean(gap, mask).item() for gap in gaps),
-            max=max(gap.masked_fill(~mask, 0.0).max().item() for gap in gaps),
-        )
-
-    def is_rounding(self, is_exact: bool) -> bool:
-        """Return whether the difference is small; `is_exact` means that all is computed in float32."""
-        max_mean = _MAX_MEAN_FLOAT32 if is_exact else _MAX_MEAN_HALF
-        return self.mean <= max_mean and self.max <= _WORST_TOKEN * max_mean
 
 
 class SharedPrefixMixin(GRPOTrainer):
@@ -198,13 +174,19 @@ class SharedPrefixMixin(GRPOTrainer):
         with torch.no_grad():
             rows = of_rows()
         trees = of_trees()
-        gap = TreeGap.of(trees, rows, mask)
-        is_close = gap.is_rounding(self._computes_in_float32)
-        if all(gather_flags(self.accelerator, is_close)[0]):
+        bound = _FLOAT32 if self._computes_in_float32 else _HALF
+        with torch.no_grad():
+            gaps = [
+                logprob_gap(row, tree, mask)
+                for row, tree in zip(rows, trees, strict=True)
+                if row is not None and tree is not None
+            ]
+        if all(gather_flags(self.accelerator, all(map(bound.holds, gaps)))[0]):
             return trees
+        mean, worst = max(gap.mean for gap in gaps), max(gap.max for gap in gaps)
         message = (
-            f"the learner's logprobs on a prefix tree differ from those on rows by {gap.mean:.3g} "
-            f"nats on average and by {gap.max:.3g} at most, more than rounding explains"
+            f"the learner's logprobs on a prefix tree differ from those on rows by {mean:.3g} "
+            f"nats on average and by {worst:.3g} at most, more than rounding explains"
         )
         if self.args.shared_prefix == "on":
             raise ValueError(
